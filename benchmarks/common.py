@@ -1,8 +1,8 @@
 """Shared by every benchmark: folders, options, interleaved rounds, child processes, the loopback Hub.
 
-Imports nothing of Penstock, so that a script decides what is loaded before its clock starts.
-PENSTOCK_BENCH_DIR names a folder for files that can be made again at any time; PENSTOCK_BENCH_DATA
-names the folder that has books.parquet and gpt2-tokenizer.json.
+Does not import Penstock, so that a script decides what is loaded before its clock starts.
+PENSTOCK_BENCH_DIR is a folder for temporary files; PENSTOCK_BENCH_DATA is the folder with
+books.parquet and gpt2-tokenizer.json.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ MB = 1_000_000
 BATCH_SIZE, SEQ_LEN = 16, 1024
 TOKENS = BATCH_SIZE * SEQ_LEN
 COPIES = 8
-"""How often the corpus is repeated where a run has to be long."""
+"""The number of repetitions of the corpus in long runs."""
 
 HOSTED = "text.parquet"
 REPOSITORY = "bench/books"
-"""The loopback Hub serves this file, under many names, in this dataset."""
+"""The dataset in which the loopback Hub serves one file under many names."""
 HUB_URL = f"hf://datasets/{REPOSITORY}"
 
 Answer = dict[str, Any]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that every script has."""
+    """Return a parser with the options of all scripts."""
     made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     made.add_argument(
         "--quick", action="store_true", help="tiny sizes: a smoke test, no measurement"
@@ -54,7 +54,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def bench_folder(name: str) -> Path:
-    """Return a folder for files that can be made again at any time."""
+    """Return the folder for temporary files."""
     root = os.environ.get("PENSTOCK_BENCH_DIR")
     base = Path(root) if root else Path(tempfile.gettempdir()) / f"penstock-bench-{os.getuid()}"
     folder = base / name
@@ -63,19 +63,19 @@ def bench_folder(name: str) -> Path:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Return the environment without settings of Penstock and the Hub, and with these."""
+    """Return the environment with these variables and without settings of Penstock and the Hub."""
     prefixes, own = ("HF_", "PENSTOCK_", "NSA_", "USE_"), "PENSTOCK_BENCH_"
     kept = {n: v for n, v in os.environ.items() if n.startswith(own) or not n.startswith(prefixes)}
     return kept | {"HF_HUB_DISABLE_XET": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"} | more
 
 
 def hide_torch() -> None:
-    """Make torch look as if it was not installed: batches are numpy, and its import takes no time."""
+    """Hide torch, so that batches are numpy arrays and no time is spent on its import."""
     sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def silence_warnings() -> None:
-    """Do not log that the workers are slower than a consumer that does nothing."""
+    """Disable the warning that workers are slower than a consumer without work."""
     logging.getLogger("penstock").setLevel(logging.ERROR)
 
 
@@ -85,7 +85,7 @@ def silence_warnings() -> None:
 def interleave(
     repeats: int, contenders: Mapping[str, Callable[[], float]]
 ) -> dict[str, list[float]]:
-    """Measure each contender once a round; every round begins with another one."""
+    """Measure each contender once per round; the first one rotates."""
     values: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for number in range(repeats):
@@ -96,7 +96,7 @@ def interleave(
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Divide round by round, so that what slows a whole round cancels out."""
+    """Divide round by round, so that the load of the machine cancels out."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
@@ -139,7 +139,7 @@ def process_memory() -> dict[str, int]:
 class Contender:
     """A script in its own process that prepares itself, then measures once for each line it reads.
 
-    Contenders share no memory and no caches. While one measures, the others wait for a line.
+    Contenders share no memory and no caches. Only one measures at a time.
     """
 
     def __init__(self, script: str, case: Mapping[str, Any], quick: bool = False) -> None:
@@ -150,7 +150,7 @@ class Contender:
         )
 
     def ready(self) -> Self:
-        """Wait until it is prepared."""
+        """Wait until the contender is ready."""
         self._line()
         return self
 
@@ -178,7 +178,7 @@ class Contender:
 
 
 def serve(measure: Callable[[], Answer]) -> None:
-    """Run as a contender: report readiness, then answer every line with a measurement."""
+    """Run as a contender: report readiness, then measure once for every input line."""
     print("ready", flush=True)
     for _ in sys.stdin:
         print(json.dumps(measure()), flush=True)
@@ -192,7 +192,7 @@ def measure_all(
     quick: bool = False,
     fresh: bool = False,
 ) -> dict[str, list[Answer]]:
-    """Measure each case once a round in its own process. `fresh`: in a new process every round."""
+    """Measure each case once per round in its own process. `fresh`: restart it for every round."""
     answers: dict[str, list[Answer]] = {name: [] for name in cases}
     with ExitStack() as stack:
         running: dict[str, Contender] = {}
@@ -220,8 +220,8 @@ def measure_all(
 class Hub:
     """The loopback Hub in its own process; it serves the one file of a folder under many names.
 
-    Its log is read when it ends. All processes share one monotonic clock, so the time of a request
-    tells which client sent it.
+    Its log is read at the end. All processes share one monotonic clock, so the time of a request
+    identifies its client.
     """
 
     def __init__(self, folder: Path, copies: int, *options: str) -> None:
@@ -248,7 +248,7 @@ class Hub:
             return str(json.load(reply)["sha"])
 
     def between(self, begun: float, ended: float) -> list[Answer]:
-        """Return the requests of that time. Call it after the Hub has ended."""
+        """Return the requests in a period. Call this after the Hub has exited."""
         return [request for request in self.requests if begun <= request["time"] <= ended]
 
     def __enter__(self) -> Self:
@@ -263,7 +263,7 @@ class Hub:
 
 @contextmanager
 def fresh_cache(endpoint: str = "") -> Iterator[str]:
-    """Have this process keep its caches in an empty folder. Use it before importing Penstock."""
+    """Use an empty folder for the caches of this process. Call this before importing Penstock."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         os.environ |= {"PENSTOCK_CACHE": folder, "HF_HOME": folder}
         if endpoint:

@@ -1,12 +1,14 @@
-"""How fast is this revision, alone or beside another one? Each run is a fresh process on the same data.
+"""Measure this revision, alone or against another one. Each run is a fresh process on the same
+data.
 
-With --against, both revisions run in turn. The other one is taken from git into a temporary folder and runs with the same interpreter, its
-src/ first on PYTHONPATH. The workers use only what both revisions offer. Ratios are new over old,
-round by round. A wait that releases the GIL stands in for the accelerator's step.
+With --against, both revisions run alternately. The other one is extracted from git into a temporary
+folder and runs with the same interpreter, with its src/ first on PYTHONPATH. The workers use only
+the API that both revisions have. Ratios are new over old, round by round. A wait that releases the
+GIL simulates the accelerator's step.
 
 First batches are measured from just before `import penstock`, as if torch was not installed. The
-loopback Hub of this revision serves both. A resume is measured in a warm process, beside a fresh
-loader there. Rows without an old value are for reference, measured on the new revision only.
+loopback Hub of this revision serves both. A resume is measured in a warm process, next to a fresh
+loader there. Rows without an old value are references, measured only on the new revision.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ HUB_NETWORK = ("--latency-ms", "50", "--bandwidth-mb", "100")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a worker reads."""
+    """The amounts of data that a worker reads."""
 
     warm_batches: int = 1500
     batches: int = 8000
@@ -56,7 +58,7 @@ QUICK = Sizes(warm_batches=10, batches=60, steps=10, resumes=1, file_batches=60)
 
 
 def loader_of(dataset: Any, shuffle: bool) -> Any:
-    """Return a loader with the arguments that both revisions have."""
+    """Return a loader with arguments that both revisions support."""
     from penstock import AsyncDataLoader
 
     return AsyncDataLoader(dataset, BATCH_SIZE, shuffle=shuffle, seed=1, n_workers=WORKERS)
@@ -69,7 +71,7 @@ def text_of(case: Answer) -> Any:
 
 
 def tokens_per_s(batches: Iterator[Any], sizes: Sizes) -> float:
-    """Return millions of tokens a second after a warm-up."""
+    """Return millions of tokens per second after a warmup."""
     for _ in itertools.islice(batches, sizes.warm_batches):
         pass
     begun = time.perf_counter()
@@ -140,7 +142,7 @@ def run_first_batch(case: Answer, sizes: Sizes) -> Answer:
 
 
 def run_hub_pass(case: Answer, sizes: Sizes) -> Answer:
-    """Read a dataset of the Hub once, as it comes over the link."""
+    """Read a dataset from the Hub once."""
     from penstock import AsyncDataLoader
 
     begun = time.perf_counter()
@@ -193,7 +195,7 @@ RUNS: dict[str, Callable[[Answer, Sizes], Answer]] = {
 
 
 def work(case: Answer) -> None:
-    """Be a worker: import Penstock from the revision that was asked for, and print the numbers."""
+    """Run as a worker: import Penstock from the requested revision, and print the numbers."""
     common.silence_warnings()
     numbers = RUNS[case["run"]](case, QUICK if case["quick"] else Sizes())
     used = getattr(sys.modules.get("penstock"), "__file__", None)
@@ -207,12 +209,12 @@ def work(case: Answer) -> None:
 
 @dataclass
 class Case:
-    """What to run, and on which revisions."""
+    """A benchmark case, and the revisions to run it on."""
 
     given: Mapping[str, Any]
     new_only: bool = False
     cache: str = "local"
-    """Cases of one name share their cache, which a round begins empty; "local" is kept."""
+    """Cases of one name share a cache, which is cleared for each round, except "local"."""
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Numbers by metric and revision."""
 
@@ -269,7 +271,7 @@ def run_case(case: Case, src: Path, quick: bool) -> Answer:
 
 
 def checkout(revision: str, folder: Path) -> Path:
-    """Extract the sources of a revision; return its src/."""
+    """Extract the sources of a revision. Return its src/."""
     command = ["git", "-C", str(common.REPO), "archive", "--format=tar", revision, "src"]
     packed = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
@@ -278,7 +280,7 @@ def checkout(revision: str, folder: Path) -> Path:
 
 
 def measure(cases: Mapping[str, Case], sources: Mapping[str, Path], args: Any) -> None:
-    """Run every case in each round; the revisions take turns at being first."""
+    """Run every case in each round, alternating the order of revisions."""
     for number in range(args.repeats):
         order = list(sources) if number % 2 == 0 else list(sources)[::-1]
         for case, src in itertools.product(cases.values(), sources.values()):
@@ -335,17 +337,17 @@ VALUE_FLOORS = {
     "resume, shuffled / fresh": Goal("<=", 1.3),
     "token file / torch DataLoader": Goal(">=", 4),
 }
-"""Bounds for the new value itself."""
+"""Bounds for the new value."""
 SHARES = {
     "text, in order / limit": ("text, in order", "decode + tokenize alone"),
     "text, shuffled / limit": ("text, shuffled", "decode + tokenize alone"),
     "token file / torch DataLoader": ("token file", "token file, torch DataLoader"),
 }
-"""Rows that relate a row to a reference, which was measured on the new revision."""
+"""Rows that compare a row with a reference, which is measured on the new revision."""
 
 
 def results_of(cases: Mapping[str, Case]) -> dict[str, dict[str, list[float]]]:
-    """Collect the values of all cases, and add the shares."""
+    """Collect the values of all cases, and compute the shares."""
     found: dict[str, dict[str, list[float]]] = {}
     for case in cases.values():
         found |= case.values

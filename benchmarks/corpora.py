@@ -1,7 +1,7 @@
-"""The text that benchmarks read: Parquet, JSONL, copies, a folder for the Hub, a file of token ids.
+"""Data for benchmarks: Parquet, JSONL, copies, a folder for the Hub, a file of token ids.
 
-The text is books.parquet with GPT-2's vocabulary if there is such a file, otherwise the standard
-library's own source code and documentation. Files are made once and kept in the benchmarks' folder.
+The text is books.parquet with GPT-2's vocabulary if that exists, otherwise the source code and
+documentation of the standard library. Files are made once and kept in the benchmarks' folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common import HOSTED, SHARED, TOKENS, bench_folder
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as one Parquet file (column `text`) and the vocabulary that encodes it."""
+    """Text in a Parquet file (column `text`), and its vocabulary."""
 
     name: str
     folder: Path
@@ -32,7 +32,7 @@ class Corpus:
 
     @property
     def jsonl(self) -> Path:
-        """The same documents in the same order."""
+        """Return a JSONL file of the same documents in the same order."""
         path = self.folder / "text.jsonl"
         if not path.exists():
             with _complete(path) as temporary, open(temporary, "w", encoding="utf-8") as lines:
@@ -41,7 +41,7 @@ class Corpus:
         return path
 
     def copies(self, n: int, kind: str = "parquet") -> Path:
-        """Return a folder that has the corpus N times, as links with different names."""
+        """Return a folder with N copies of the corpus, as links with different names."""
         folder = self.folder / f"{kind}-x{n}"
         if not folder.exists():
             original = self.parquet if kind == "parquet" else self.jsonl
@@ -52,7 +52,7 @@ class Corpus:
         return folder
 
     def hosted(self, compression: str, documents: int) -> Path:
-        """Return a folder with one file as datasets on the Hub have it.
+        """Return a folder with one file like those of datasets on the Hub.
 
         Row groups of `documents`, and columns beside the text that no benchmark reads.
         """
@@ -83,7 +83,7 @@ class Corpus:
 def load_corpus(
     quick: bool = False, data: Path | None = None, tokenizer: Path | None = None
 ) -> Corpus:
-    """Return the corpus. `quick`: a few megabytes of it. `data`, `tokenizer`: other files."""
+    """Return the corpus. `quick`: only a few megabytes. `data`, `tokenizer`: other files."""
     data = data or SHARED / "books.parquet"
     if data.is_file():
         folder = bench_folder(f"{data.stem}-{data.stat().st_size}")
@@ -126,7 +126,7 @@ def _own_texts() -> Iterator[str]:
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if "site-packages" in file.parts:
             continue
-        # The standard library's tests have files that are not UTF-8 on purpose.
+        # The standard library's tests include files that are deliberately not UTF-8.
         if text := file.read_text("utf-8", errors="replace"):
             yield text
 
@@ -173,11 +173,11 @@ def token_file(batches: int) -> Path:
 
 @contextmanager
 def _complete(path: Path) -> Iterator[Path]:
-    """Give a temporary name to a file or folder; rename it when it is complete."""
+    """Yield a temporary name for a file or folder; rename it when it is complete."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
-        if not path.is_dir():  # another process may have made the same folder meanwhile
+        if not path.is_dir():  # another process may have created the same folder
             os.replace(temporary, path)
     finally:
         if temporary.is_dir():
@@ -187,7 +187,7 @@ def _complete(path: Path) -> Iterator[Path]:
 
 
 def link(original: Path, copy: Path) -> None:
-    """Link a file under another name; copy it where links are not possible."""
+    """Link a file under another name; copy it if links are not possible."""
     try:
         os.link(original, copy)
     except OSError:

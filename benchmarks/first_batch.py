@@ -1,17 +1,17 @@
-"""How long is it from the start of the process to the first batch?
+"""Measure the time from the start of the process to the first batch.
 
-Fresh processes in turn, imports included. The clock starts just before the process is created, and
-the child reads the same monotonic clock. Byte code is compiled and files are in the page cache.
+Runs fresh processes, imports included. The clock starts just before the process is created, and the
+child reads the same monotonic clock. Byte code is compiled and files are in the page cache.
 
 Alone:   the interpreter, `import penstock`, `import torch`, for comparison.
 Disk:    the first batch from a local file with the corpus's vocabulary; the same with torch, which
-         takes longer to import than everything else, and with torch imported by a started loader's
-         side; the same with bytes for tokens.
-Hub:     a loopback Hub, 2,400 files, 50 ms before each answer, 100 MB/s. Cold: nothing on disk.
-         Warm: listing and footers on disk. Cached: tokens on disk too, by a commit, where a single
-         request is an error. Beside it `datasets`, streamed, with `tokenizers`, as people write it
-         and at its best: without torch, with a commit, a pattern and a column given. Its first
-         batch in order has to have the ids of Penstock's.
+         takes longer to import than everything else, and with torch imported while a started loader
+         runs; the same with bytes for tokens.
+Hub:     a loopback Hub, 2,400 files, 50 ms before each response, 100 MB/s. Cold: nothing on disk.
+         Warm: listing and footers on disk. Cached: tokens on disk too, pinned to a commit, where
+         any request is an error. For comparison `datasets`, streamed, with `tokenizers`, in typical
+         code and at its best: without torch, with a commit, a pattern and a column. The ids of its
+         first batch in order must be those of Penstock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from corpora import load_corpus
 from report import Report, show
 
 DOCUMENTS = 250
-"""Documents of a row group: 1.5 MB of text."""
+"""Documents per row group: 1.5 MB of text."""
 CACHED_CHUNKS = 40
 """More than a loader reads ahead of its first batch."""
 DEADLINE_S = 120.0
@@ -96,13 +96,13 @@ class Start:
 
     @property
     def last(self) -> float:
-        """The first batch, where there is one."""
+        """The time of the first batch, if there is one."""
         return list(self.marks.values())[-1]
 
 
 @dataclass
 class Case:
-    """One kind of start. `kept`: the cache of an earlier run; None for an empty one every time."""
+    """One kind of start. `kept`: the cache of an earlier run; None for an empty one each time."""
 
     code: str
     kept: Path | None = None
@@ -111,7 +111,7 @@ class Case:
 
 
 def start(case: Case, endpoint: str) -> Start:
-    """Run one child in an empty folder, where it finds nothing to import."""
+    """Run one child in an empty folder, so that it cannot import local files."""
     with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as fresh:
         kept = str(case.kept or fresh)
         environment = common.clean_environment(

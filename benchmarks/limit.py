@@ -1,4 +1,4 @@
-"""What loaders are compared with: decode + tokenize alone, and PyTorch's `DataLoader`."""
+"""References for loaders: decode + tokenize alone, and PyTorch's `DataLoader`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DecodeAndTokenize:
         return len(encoded.layout.content.data)
 
     def close(self) -> None:
-        """Cancel what has not begun, and join the threads."""
+        """Cancel pending tasks, and join the threads."""
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -59,7 +59,7 @@ def _row_groups(path: Path) -> list[Callable[[], Any]]:
 
 
 class MemoryMapRows:
-    """A map-style dataset as users of nanoGPT write it: a slice of the map for each sample."""
+    """A map-style dataset as in nanoGPT: each sample is a slice of the memory map."""
 
     def __init__(self, path: Path) -> None:
         import numpy as np
@@ -77,7 +77,7 @@ class MemoryMapRows:
 
 
 def torch_batches(data: Any, workers: int, batch_size: int = BATCH_SIZE) -> Iterator[Any]:
-    """Yield batches of PyTorch's DataLoader, epoch after epoch, from the same workers."""
+    """Yield batches of PyTorch's DataLoader for endless epochs, with persistent workers."""
     from torch.utils.data import DataLoader
 
     loader: Any = DataLoader(

@@ -1,10 +1,10 @@
-"""What do workers gain for a map-style dataset, and what do they cost if there is nothing to gain?
+"""Measure the gain of workers for a map-style dataset, and their cost if there is no gain.
 
 In step:    batches of 4, 16 and 64 whose load is 0.5, 0.4 and 0.3 of the compute time, and one of
-            0.54. A timed wait stands in for the accelerator. Sync is n_workers=0; async is 4 workers.
-            Ideal is max(compute, load / workers) a step, from the times that sync showed that round.
+            0.54. A timed wait simulates the accelerator. Sync is n_workers=0; async is 4 workers.
+            Ideal is max(compute, load / workers) per step, from the sync times of the same round.
 In memory:  rows in a list, with a matmul of about 5 ms on one core and with nothing between the
-            batches: async beside sync and beside a DataLoader without workers.
+            batches: async against sync and against a DataLoader without workers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 class Slow:
-    """Samples that take a while: a wait of `seconds`."""
+    """Slow samples: each waits for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         import numpy as np
@@ -56,7 +56,7 @@ class Slow:
 
 
 class RowPairs:
-    """Rows of ids for PyTorch, as the inputs and targets that Penstock makes of them by itself."""
+    """Rows of ids for PyTorch, as pairs of inputs and targets, which Penstock makes itself."""
 
     def __init__(self, rows: list[Any]) -> None:
         import torch
@@ -80,7 +80,7 @@ def penstock(data: Any, batch_size: int, workers: int) -> Iterator[Any]:
 
 
 def in_step(report: Report, name: str, repeats: int, seconds: float) -> None:
-    """Measure a loop that computes for a while and takes a batch."""
+    """Measure a loop that computes and then takes a batch."""
     batch_size, compute_s, share = SHAPES[name]
     data = Slow(compute_s * share / batch_size)
     steps = max(2, round(seconds / compute_s))
@@ -116,7 +116,7 @@ def in_step(report: Report, name: str, repeats: int, seconds: float) -> None:
 
 
 def matmul(size: int) -> Callable[[], Any]:
-    """Return work for one core that is not Python's."""
+    """Return work for one core outside Python."""
     import torch
 
     torch.set_num_threads(1)
@@ -125,7 +125,7 @@ def matmul(size: int) -> Callable[[], Any]:
 
 
 def contend(case: Answer) -> None:
-    """Be one contender of the case in memory."""
+    """Run as a contender of the case in memory."""
     import numpy as np
 
     common.silence_warnings()
@@ -140,7 +140,7 @@ def contend(case: Answer) -> None:
 
 
 def in_memory(report: Report, quick: bool, repeats: int) -> None:
-    """Nothing to gain: the data is there."""
+    """Measure the case without a gain: data in memory."""
     took = min(common.timed(matmul(512)) for _ in range(9))
     size = int(512 * (0.005 / took) ** (1 / 3))
     for title, side, steps in (("a matmul of 5 ms", size, 100), ("no compute", 0, 2000)):

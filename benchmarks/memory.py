@@ -1,9 +1,9 @@
-"""Does memory stay flat while a loader streams?
+"""Check that memory stays constant while a loader streams.
 
-Two kinds of text, each streamed as fast as it comes in a fresh process: the corpus, over and over,
-and random words that do not repeat, which a tokenizer's cache never saw. Memory that is not backed
-by a file is sampled every second. The slope over the second half is Theil-Sen's: the median of the
-slopes between all pairs of samples, so a sawtooth does not matter.
+Streams two kinds of text at full speed in fresh processes: the corpus, repeated, and random words
+that do not repeat, so that a tokenizer's cache never hits. Samples memory that is not backed by a
+file every second. The slope over the second half is Theil-Sen's: the median of the slopes between
+all pairs of samples, which is robust against a sawtooth.
 """
 
 from __future__ import annotations

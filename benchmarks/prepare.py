@@ -1,14 +1,15 @@
-"""How fast is a corpus prepared and read, and what grows with its size?
+"""Measure how fast a corpus is prepared and read, and what grows with its size.
 
-write:  tokens/s, CPU and memory of `penstock.prepare`, of decode + tokenize alone, and of peers that write a
-        format of their own: as documented, and with our tokenizer where they take one.
-read:   one pass over what was written: PreparedDataset in order and globally shuffled, PyTorch's DataLoader over
-        a file of ids, litdata's and MosaicML Streaming's loaders. Batches are tensors.
-growth: the manifest, the first batch and the memory of a rank for 1,000 to 1,000,000 entries of 16 blocks. They are
-        simulated: the manifest lists the same real entry so many times.
+write:  tokens/s, CPU and memory of `penstock.prepare`, of decode + tokenize alone, and of peers
+        that write their own format: as documented, and with our tokenizer if they accept one.
+read:   one pass over the result: PreparedDataset in order and globally shuffled, PyTorch's
+        DataLoader over a file of ids, litdata's and MosaicML Streaming's loaders. Batches are
+        tensors.
+growth: the manifest, the first batch and the memory of a rank for 1,000 to 1,000,000 entries of 16
+        blocks. They are simulated: the manifest repeats one real entry.
 
-Every measurement is a fresh process in the contender's own environment (see peers/). Peers with a tokenizer of
-their own get less text and one round: they take long. Prints Markdown.
+Every measurement is a fresh process in the contender's own environment (see peers/). Peers with
+their own tokenizer are slow, so they get less text and one round. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ DEADLINE_S = 120.0
 
 
 class Entrant(NamedTuple):
-    """A writer, and a reader of what it wrote."""
+    """A writer, and a reader of its output."""
 
     name: str
     environment: str
@@ -49,9 +50,9 @@ class Entrant(NamedTuple):
     variant: str
     tokenizer: str
     copies: int
-    """Of the corpus, to write."""
+    """Copies of the corpus to write."""
     reads: tuple[bool, ...] = ()
-    """Orders that are read: shuffled or not."""
+    """The orders to read in: shuffled or not."""
 
 
 LIMIT, OURS = "decode + tokenize alone", "Penstock"
@@ -128,7 +129,7 @@ class Bench:
 
 
 def show_table(title: str, seen: Seen, bases: list[str], report: Report) -> None:
-    """Print and record the medians, and those of the ratios, round by round."""
+    """Print and record the medians of values and of ratios per round."""
     rate = "M tokens/s"
     rows = []
     for name, values in seen.items():
@@ -150,7 +151,7 @@ def show_table(title: str, seen: Seen, bases: list[str], report: Report) -> None
 
 
 def simulate(entries: int) -> Path:
-    """Return a corpus whose manifest lists one real entry many times."""
+    """Return a corpus whose manifest repeats one real entry."""
     from penstock.prepare import manifest, prepare
     from penstock.read.token_store import TokenStore
     from penstock.types import ChunkRef

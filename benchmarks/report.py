@@ -1,4 +1,4 @@
-"""Results: a table on stdout, and JSON lines in benchmarks/results with the machine they come from."""
+"""Results: a table on stdout, and JSON lines in benchmarks/results that describe the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = ("penstock", "gigatoken", "tokenizers", "pyarrow", "numpy", "torch")
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """Describe the machine and how busy other processes keep it. Measured once."""
+    """Describe the machine and its load by other processes. Measured once."""
     installed = {each.name: each.version for each in distributions()}
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     return {
@@ -50,7 +50,7 @@ def _busy_percent(seconds: float = 0.5) -> float:
 
 
 def git(*arguments: str) -> str:
-    """Run git in this repository; return what it prints, or "unknown" outside of a repository."""
+    """Return the output of git in this repository, or "unknown" outside a repository."""
     command = ["git", "--no-optional-locks", "-C", str(REPO), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
@@ -58,7 +58,7 @@ def git(*arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound for a median. It is shown beside the result and never fails a run."""
+    """A bound for a median. It is shown next to the result and never fails a run."""
 
     sense: Literal["<=", ">="]
     bound: float
@@ -89,7 +89,7 @@ class Report:
         goal: Goal | None = None,
         **more: Any,
     ) -> float:
-        """Record one result; several values are repeats of it. Return their median."""
+        """Record the repeated values of one result. Return their median."""
         listed = [float(v) for v in values] if isinstance(values, Sequence) else [float(values)]
         median = statistics.median(listed)
         line = {"case": case, "metric": metric, "unit": unit, "median": median, "values": listed}
@@ -104,7 +104,7 @@ class Report:
         return median
 
     def note(self, case: str, words: Mapping[str, str], **more: Any) -> None:
-        """Record what is not a number."""
+        """Record a text."""
         self._write({"case": case, "words": dict(words)} | more)
 
     def _write(self, line: Mapping[str, Any]) -> None:

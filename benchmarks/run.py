@@ -1,4 +1,4 @@
-"""Run every benchmark, each in its own process, one after the other."""
+"""Run all benchmarks in sequence, each in its own process."""
 
 from __future__ import annotations
 

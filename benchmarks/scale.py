@@ -1,11 +1,12 @@
-"""What grows with files, documents and ranks, and what does a cluster's start ask of the Hub?
+"""Measure what grows with files, documents and ranks, and the requests of a cluster's start.
 
 Sizes:  ranks of large runs, one at a time, each in its own process: up to 100,000 files, 10^9
-        documents by their footers, 4,096 ranks. One size is varied at a time. Everything is real: a
-        loopback Hub lists and serves the files, a loader reads them. Every repeat has another seed;
-        it finds the listing on disk, but no footers. Resumes continue after 50 batches.
-Hosts:  hosts of 8 ranks of a run of 1,000, one host after the other, each with its own cache, until
-        no rank asks for anything more. What 125 hosts ask for is that number times 125. Times of
+        documents according to their footers, 4,096 ranks. One size varies at a time. Nothing is
+        simulated: a loopback Hub lists and serves the files, a loader reads them. Every repeat has
+        another seed; the listing is on disk, the footers are not. Resumes continue after 50
+        batches.
+Hosts:  hosts of 8 ranks of a run of 1,000, one host at a time, each with its own cache, until no
+        rank sends more requests. The requests of 125 hosts are 125 times those of one. Times of
         hosts mean little: eight ranks and the Hub share this machine's cores.
 """
 
@@ -30,7 +31,7 @@ from corpora import Corpus, load_corpus, write_parquet
 from report import Report, print_markdown, show
 
 GROUP_ROWS = 1000
-"""Documents of a row group, if a file has as many."""
+"""Documents per row group, if a file has as many."""
 ROW_BYTES = 64
 RESUME_AFTER = 50
 HOSTS, PER_HOST = 125, 8
@@ -38,12 +39,12 @@ WORLD = HOSTS * PER_HOST
 HOST_FILES = 10_000
 HOST_DOCUMENTS = 500
 STILL_S = 2.0
-"""A rank that has sent no request for so long has all it needs."""
+"""A rank that sends no request for this long has finished starting."""
 DEADLINE_S = 600.0
 
 
 class Point(NamedTuple):
-    """The size of a run: files, documents of a file, ranks."""
+    """The size of a run: files, documents per file, ranks."""
 
     files: int
     rows: int
@@ -119,7 +120,7 @@ def list_only(case: Mapping[str, Any]) -> Answer:
 
 
 def host_rank(case: Mapping[str, Any]) -> Answer:
-    """Start as a rank of a host, and wait until it asks for nothing more."""
+    """Start as a rank of a host, and wait until it sends no more requests."""
     from penstock import AsyncDataLoader, Shard, TextDataset
 
     begun = time.perf_counter()
@@ -139,7 +140,7 @@ def host_rank(case: Mapping[str, Any]) -> Answer:
 
 
 def run(kind: str, cases: Sequence[Mapping[str, Any]], endpoint: str) -> list[Answer]:
-    """Run children side by side. Return what each reported, and when they ran."""
+    """Run children in parallel. Return their reports, and when they ran."""
     begun = time.monotonic()
     processes = []
     for case in cases:
@@ -172,7 +173,7 @@ def small_file(rows: int) -> Path:
 def measure_sizes(
     axes: Mapping[str, Sequence[Point]], repeats: int
 ) -> dict[Point, dict[str, list[float]]]:
-    """Measure each point once a repeat; points with the same files share a Hub and its listing."""
+    """Measure each point once per repeat. Points with the same files share a Hub and listing."""
     points = list(dict.fromkeys(point for axis in axes.values() for point in axis))
     found: dict[Point, dict[str, list[float]]] = {point: {} for point in points}
     for files, rows in dict.fromkeys(point[:2] for point in points):
@@ -183,7 +184,7 @@ def measure_sizes(
             cold = run("list_only", [{"url": branch, "cache": cache}], hub.endpoint)[0]["cold_s"]
             for repeat in range(repeats):
                 for point in here:
-                    for kind in ("footers", "tokens"):  # of a rank before; the listing stays
+                    for kind in ("footers", "tokens"):  # of an earlier rank; the listing stays
                         shutil.rmtree(Path(cache) / kind, ignore_errors=True)
                     who = {"seed": repeat, "rank": point.ranks // 3, "ranks": point.ranks}
                     case = {"url": pinned, "cache": cache, **who}
@@ -200,7 +201,7 @@ def measure_sizes(
 def report_sizes(
     report: Report, axes: Mapping[str, Sequence[Point]], found: Mapping[Point, Any]
 ) -> None:
-    """Report every number once, and how it grows along each axis."""
+    """Report every number once, and its growth along each axis."""
     for point, values in found.items():
         for name, (label, unit) in COLUMNS.items():
             report.add(str(point), label, values[name], unit)
@@ -220,7 +221,7 @@ def report_sizes(
 
 
 def measure_hosts(report: Report, corpus: Corpus, per_host: int, quick: bool) -> None:
-    """Start hosts in turn, and count what the Hub's log says of each."""
+    """Start hosts in turn, and count the requests of each in the Hub's log."""
     tokenizer, still_s = ("byte", 0.5) if quick else (str(corpus.tokenizer), STILL_S)
     starts: dict[str, list[Answer]] = {}
     folder = corpus.hosted("zstd", HOST_DOCUMENTS)

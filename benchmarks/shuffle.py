@@ -1,8 +1,10 @@
-"""How well is a batch mixed: distinct source chunks, as a share of what a uniform order would give?
+"""Measure how well a batch is mixed: distinct source chunks, as a share of those in a uniform
+order.
 
-A corpus of 2,000 chunks of 1,000 short documents. Batches have 16 or 64 rows of 192 tokens, about 26 or 100
-documents, all in one lane. The mean of one epoch, from provenance (for `datasets`, from its documents, cut into
-batches of as many). The chunks are the source's row groups. Prints Markdown.
+A corpus of 2,000 chunks of 1,000 short documents. Batches have 16 or 64 rows of 192 tokens, about
+26 or 100 documents, all in one lane. The result is the mean of one epoch, from provenance (for
+`datasets`, from its documents, cut into batches of the same size). The chunks are the source's row
+groups. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from report import Goal, Report, print_markdown, show
 
 SEQ_LEN, FILES, GROUP = 192, 20, 1000
 EVERY = 40
-"""Batches from one that is looked at to the next."""
+"""Only every n-th batch is examined."""
 
 
 def make_corpus(chunks: int) -> Any:
@@ -45,7 +47,7 @@ def make_corpus(chunks: int) -> Any:
 
 
 def of_loader(data: Any, batch_size: int) -> Iterator[list[Any]]:
-    """Yield the chunk of each document of some batches."""
+    """Yield the chunk of each document in the examined batches."""
     with AsyncDataLoader(data, batch_size, shuffle=True, epochs=1, lanes=1, seed=3) as loader:
         for number, batch in enumerate(loader):
             if number % EVERY == 0:
@@ -56,7 +58,7 @@ def of_loader(data: Any, batch_size: int) -> Iterator[list[Any]]:
 
 
 def of_datasets(folder: Any, buffer: int, documents: int) -> Iterator[list[Any]]:
-    """Yield the same for `datasets`, streamed and shuffled; of some batches after the buffer is full."""
+    """Yield the same for `datasets`, streamed and shuffled, once its buffer is full."""
     from datasets import load_dataset
 
     files = sorted(map(str, folder.glob("*.parquet")))
@@ -70,7 +72,7 @@ def of_datasets(folder: Any, buffer: int, documents: int) -> Iterator[list[Any]]
 
 
 def quality(batches: Iterator[list[Any]], chunks: int) -> float:
-    """Return the mean share of the chunks that a uniform order gives for as many documents."""
+    """Return the mean share of the chunks in a uniform order of as many documents."""
     return statistics.fmean(
         len(set(batch)) / (chunks * (1 - (1 - 1 / chunks) ** len(batch))) for batch in batches
     )

@@ -1,15 +1,16 @@
-"""What does a training run gain from a loader that works ahead, and from a warm-up?
+"""Measure the gain of a training run from prefetch, prewarm and warmup.
 
 runs:     real runs of `penstock train` (toy size, CPU), prefetch off and on, fresh processes. Text on
-          a Hub of 200 ms with one document a request; text on disk and made-up ids, where there is
-          nothing to gain.
-prewarm:  the first step beside a steady one, with and without --prewarm, and the time from the start
-          of the process to the end of the first and last step. Data on disk, and on a Hub that
-          takes a second for each answer, so that the prewarm runs while the first batch is fetched.
-steady:   next() over 1,000 steps of 20 ms (a timed wait) from a Hub of 50 ms.
-warmup:   what waiting for 8, 16 and 32 batches costs, and what it saves in the first 50 such steps.
+          a Hub with 200 ms latency and one document per request; text on disk and synthetic ids,
+          without a possible gain.
+prewarm:  the first step against a steady one, with and without --prewarm, and the time from the
+          start of the process to the end of the first and last step. Data on disk, and on a Hub
+          that takes a second per response, so that the prewarm runs while the first batch is
+          fetched.
+steady:   next() over 1,000 steps of 20 ms (a timed wait) from a Hub with 50 ms latency.
+warmup:   the cost of waiting for 8, 16 and 32 batches, and the savings in the first 50 such steps.
 
-Runs that are compared have to have the same losses to the last digit.
+Runs that are compared must have identical losses.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from report import Report
 
 PARTS = ("runs", "prewarm", "steady", "warmup")
 RUN_SHAPE = 8, 256
-"""Rows and bytes of a step of `penstock train`."""
+"""Rows and bytes per step of `penstock train`."""
 SLOW_HUB_MS = "200"
-"""With one document a request, a run without prefetch waits for about a third of its time."""
+"""With one document per request, a run without prefetch waits about a third of its time."""
 FILES = 50
 STEP_S = 0.02
 FIRST_STEPS = 50
@@ -50,7 +51,7 @@ class Trained:
     """One run of `penstock train`, from its heartbeat."""
 
     begun: float
-    """When the process was created, by the monotonic clock that all processes share."""
+    """The time of the process's creation on the monotonic clock that all processes share."""
     steps: list[dict[str, Any]]
     prewarm_s: float
 
@@ -64,13 +65,13 @@ class Trained:
         return float(self.steps[step]["mono"]) - self.begun
 
     def over(self, name: str, after: int) -> float:
-        """Return the sum of a field over the steps after some, per second of wall time."""
+        """Return the sum of a field per second of wall time, without the first steps."""
         wall = self.steps[-1]["mono"] - self.steps[after - 1]["mono"]
         return float(sum(line[name] for line in self.steps[after:]) / wall)
 
 
 def trained(*options: str, steps: int, kept: Path | None = None, endpoint: str = "") -> Trained:
-    """Run the trainer in an empty folder. `kept`: a cache that earlier runs have filled."""
+    """Run the trainer in an empty folder. `kept`: a cache filled by earlier runs."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         cache = str(kept or Path(folder) / "cache")
         environment = common.clean_environment(PENSTOCK_CACHE=cache, HF_HOME=cache)
@@ -107,7 +108,7 @@ def run_all(
     steps: int,
     repeats: int,
 ) -> dict[str, dict[str, list[Trained]]]:
-    """Run each case in each way, in turn, and check that the ways of a case compute the same."""
+    """Run all variants of each case in turn, and check that they compute the same losses."""
     seen: dict[str, dict[str, list[Trained]]] = {c: {way: [] for way in ways} for c in cases}
 
     def measure(case: str, way: str) -> float:
@@ -176,7 +177,7 @@ def measure_prewarm(
 
 
 def contend(case: Answer) -> None:
-    """Be one contender: from a cold start to the end of the steps."""
+    """Run as a contender: from a cold start to the end of the steps."""
     common.silence_warnings()
     with common.fresh_cache(case["endpoint"]):
         import torch  # noqa: F401 (as in a training script: batches are tensors)

@@ -1,8 +1,8 @@
-"""The contracts that every stream keeps, written once and run on every kind of data.
+"""The contracts of every stream, written once and run on every kind of data.
 
-A `Make` builds a loader of one stream. Its keyword arguments change how the loader runs (workers,
+A `Make` creates a loader for one stream. Its keyword arguments change how the loader runs (workers,
 prefetch, shard, batch size, epochs), never what it streams. Loaders are compared with each other and
-with the corpus, never with a recorded hash. Everything goes through the public API.
+with the corpus, never with a recorded hash. All checks use the public API.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock import AsyncDataLoader, Batch, Shard, Span
 
 Make = Callable[..., AsyncDataLoader]
 Read = Callable[[Span], list[int]]
-"""Returns the ids of the document or sample that a span names, read from the source again."""
+"""Reads the ids of a span's document or sample from the source again."""
 
 TIMEOUT_S = 60
 
@@ -77,13 +77,13 @@ def take(loader: AsyncDataLoader, n: int) -> list[str]:
 
 
 def ledger(make: Make, n: int, **how: Any) -> list[str]:
-    """Return the digests of a new loader's first batches."""
+    """Return the digests of the first batches of a new loader."""
     with make(**how) as loader:
         return take(loader, n)
 
 
 def rows_of(batch: Batch) -> list[list[int]]:
-    """Return the ids of each row, `seq_len + 1` of them, without padding."""
+    """Return the `seq_len + 1` ids of each row, without padding."""
     inputs, targets = np.asarray(batch.inputs), np.asarray(batch.targets)
     rows = np.concatenate([inputs, targets[:, -1:]], axis=1)
     real = (targets != -100).sum(axis=1) + 1
@@ -91,7 +91,7 @@ def rows_of(batch: Batch) -> list[list[int]]:
 
 
 def finite_rows(make: Make, **how: Any) -> list[list[int]]:
-    """Return every row of one finite pass over all of the data."""
+    """Return every row of one pass over all data."""
     with make(epochs=1, drop_last=False, **how) as loader:
         return [row for batch in loader for row in rows_of(batch)]
 
@@ -100,7 +100,7 @@ def finite_rows(make: Make, **how: Any) -> list[list[int]]:
 
 
 def same_for_any(make: Make, n: int, ways: Sequence[dict[str, Any]] = WORKER_COUNTS) -> None:
-    """The stream does not depend on how it is run: by default, on workers and prefetch."""
+    """Assert that the stream does not depend on how it is run: by default, workers and prefetch."""
     first = ledger(make, n, **ways[0])
     assert first
     for way in ways[1:]:
@@ -134,7 +134,7 @@ def global_rows(
 def same_for_any_world_size(
     make: Make, batches: int, global_batch: int, worlds: Sequence[int]
 ) -> None:
-    """The global rows do not depend on the world size, even if it changes at a resume."""
+    """Assert that global rows do not depend on the world size, even if a resume changes it."""
     whole, _ = global_rows(make, worlds[0], batches * len(worlds), global_batch)
     for world in worlds:
         rows, _ = global_rows(make, world, batches, global_batch)
@@ -153,9 +153,9 @@ def same_for_any_world_size(
 def resumes_everywhere(
     make: Make, n: int, every: int = 1, tail: int = 1_000_000, state_bytes: int = 1024
 ) -> None:
-    """A state from before the first batch or after any batch gives the rest of the stream.
+    """Assert that a state before the first batch, or after any batch, gives the rest of the stream.
 
-    `state_bytes` bounds a state's length as JSON. `tail` limits how many batches are compared after
+    `state_bytes` limits the length of a state as JSON. `tail` limits the batches compared after
     each resume; every tenth resume is compared to the end.
     """
     with make() as loader:
@@ -178,7 +178,7 @@ def resumes_everywhere(
 
 
 def resumes_repeatedly(make: Make, n: int, steps: Iterable[int]) -> None:
-    """Resuming again and again, a few batches further each time, gives the uninterrupted stream."""
+    """Assert that repeated resumes, a few batches apart, give the uninterrupted stream."""
     whole = ledger(make, n)
     got: list[str] = []
     state = None
@@ -195,7 +195,7 @@ def resumes_repeatedly(make: Make, n: int, steps: Iterable[int]) -> None:
 
 
 def provenance_names_the_rows(make: Make, n: int, read: Read) -> None:
-    """The spans of a row, read again from the source, are the row."""
+    """Assert that the spans of a row, read again from the source, equal the row."""
     with make() as loader:
         for batch in batches_of(loader, n):
             for ids, spans in zip(rows_of(batch), batch.provenance(), strict=True):
@@ -213,7 +213,7 @@ def provenance_names_the_rows(make: Make, n: int, read: Read) -> None:
 def finite_pass_uses_every_document_once(
     make: Make, documents: Sequence[Sequence[int]], eos: int
 ) -> None:
-    """One pass of concat rows is every document once: rows overlap by one id, documents end with eos."""
+    """Assert that a pass of concat rows has every document once. Rows overlap by one id."""
     rows = finite_rows(make)
     ids = [id for row in rows for id in row[:-1]] + rows[-1][-1:]
     ends = [at + 1 for at, id in enumerate(ids) if id == eos]
@@ -225,7 +225,7 @@ def finite_pass_uses_every_document_once(
 def finite_pass_names_every_document(
     make: Make, documents: Iterable[list[int]], read: Read
 ) -> None:
-    """One pass touches every document, each under one address."""
+    """Assert that a pass names every document, each with one address."""
     with make(epochs=1, drop_last=False) as loader:
         named = {
             span.address: span for batch in loader for row in batch.provenance() for span in row
@@ -234,7 +234,7 @@ def finite_pass_names_every_document(
 
 
 def stats_add_up(make: Make, documents: Sequence[Sequence[int]] | None = None) -> None:
-    """After a finite pass the counts in `stats()` are those of what was handed out."""
+    """Assert that after a finite pass `stats()` counts what the loader returned."""
     with make(epochs=1, drop_last=False) as loader:
         batches = list(loader)
         stats = loader.stats()
@@ -255,7 +255,7 @@ def stats_add_up(make: Make, documents: Sequence[Sequence[int]] | None = None) -
 def error_comes_after_the_batches_before_it(
     make: Make, error: type[BaseException], at_least: int, ways: Sequence[dict[str, Any]]
 ) -> None:
-    """The batches before an error come first, for any worker count; then it is raised, every time."""
+    """Assert that an error is raised after the batches before it, repeatedly, for any workers."""
     seen: list[list[str]] = []
     for way in ways:
         got: list[str] = []
@@ -271,7 +271,7 @@ def error_comes_after_the_batches_before_it(
 
 
 def closes_cleanly(make: Make, rounds: int = 6) -> None:
-    """A shutdown at any moment leaves nothing behind, and the loader continues after it."""
+    """Assert that a shutdown at any time leaks nothing, and that the loader continues after it."""
     whole = ledger(make, 6 * rounds)
     before = open_descriptors()
     rng = random.Random(0)
@@ -293,7 +293,7 @@ def closes_cleanly(make: Make, rounds: int = 6) -> None:
     assert got == whole
     assert not own_threads()
     del loader
-    # A server in this process closes its end of a connection a moment later.
+    # A server in this process closes its end of a connection slightly later.
     deadline = time.monotonic() + 10
     while len(open_descriptors()) > len(before) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -301,12 +301,12 @@ def closes_cleanly(make: Make, rounds: int = 6) -> None:
 
 
 def own_threads() -> list[str]:
-    """Return the names of the loader's threads that run now."""
+    """Return the names of the loader's running threads."""
     return [t.name for t in threading.enumerate() if t.name.startswith("penstock-")]
 
 
 def open_descriptors() -> dict[str, str]:
-    """Return what each open file descriptor of this process refers to."""
+    """Return the target of each open file descriptor of this process."""
     gc.collect()
     found = {}
     for name in os.listdir("/proc/self/fd"):

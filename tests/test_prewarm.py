@@ -230,7 +230,7 @@ def test_an_optimizer_with_state_is_left_alone() -> None:
     net, optimizer, batch = ready()
     prewarm(net, optimizer, batch)
     done = unchanged(net, optimizer, lambda: prewarm(net, optimizer, batch))
-    assert done.skipped == {"optimizer": "AdamW has state already"}
+    assert done.skipped == {"optimizer": "AdamW already has state"}
 
 
 @pytest.mark.parametrize("name", ["adafactor", "asgd", "rprop", "sgd-dampening"])
@@ -399,7 +399,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "extra-state": (extra_state, r"'0' is a Extra: its extra state cannot be restored"),
     "sparse": (sparse_buffer, r"'table' is a Tensor of torch.sparse_coo"),
     "frozen": (frozen, r"no parameter requires a gradient"),
-    "foreign": (foreign, r"AdamW has parameters that the model has not"),
+    "foreign": (foreign, r"AdamW has parameters that the model lacks"),
     "no-optimizer": (lambda: (Net(), "adamw", batches(1)[0]), r"optimizer is a str"),
     "no-model": (lambda: (len, None, batches(1)[0]), r"model is a builtin_function_or_method"),
     "no-loss": (

@@ -207,7 +207,7 @@ def test_a_config_beside_it_names_the_end_of_text(
         ("sub/folder/gone", None, "does not exist"),
         ("broken.json", "{", "is not a tokenizer.json"),
         ("other.json", '{"text": 1}', "is not a tokenizer.json"),
-        ("mine.tiktoken", "YQ== 0\n", r"its name must be one of gpt2, r50k_base.*give a tokenizer"),
+        ("mine.tiktoken", "YQ== 0\n", r"its name must be one of gpt2, r50k_base.*pass a tokenizer"),
     ],
 )
 def test_a_path_that_is_not_a_vocabulary_is_refused(
@@ -357,8 +357,8 @@ def test_a_hub_name_in_the_local_cache_needs_no_connection(
 
 def test_a_hub_name_that_is_nowhere_says_what_to_do(tmp_path: Path) -> None:
     message = load_from_hub("someone/nothing", tmp_path, HF_HUB_OFFLINE="1")
-    assert "'someone/nothing' is not a file here, is not in the local Hugging Face cache" in message
-    assert "Give the path of a tokenizer.json" in message
+    assert "'someone/nothing' is not a local file or in the local Hugging Face cache" in message
+    assert "Pass the path of a tokenizer.json" in message
 
 
 # An engine is checked against the reference before it is used

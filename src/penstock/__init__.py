@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.watch.telemetry import Telemetry as Telemetry
 
 __version__ = "0.2.0"
-_imported = time.perf_counter()  # for the timing of a start
+_imported = time.perf_counter()  # for startup timing
 
 _MODULES = {
     "dataset": ("TextDataset",),

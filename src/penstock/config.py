@@ -1,7 +1,7 @@
-"""The process's surroundings: environment variables, cores and cgroups.
+"""The environment of the process: variables, cores and cgroups.
 
-The only module that reads the environment. Also holds two checks of arguments and an atomic write
-that every package uses.
+The only module that reads environment variables. Also has two argument checks and an atomic write
+for all packages.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from penstock.types import Shard
 OTHER_VARIABLES = frozenset(
     {"PENSTOCK_CACHE", "PENSTOCK_CONFIG", "PENSTOCK_BENCH_DIR", "PENSTOCK_BENCH_DATA"}
 )
-"""Variables that are not settings of the loader; any other `PENSTOCK_…` is one, or a mistake."""
+"""Variables that are not loader settings. Any other `PENSTOCK_…` must be one."""
 ACCESS = re.compile(
     r"(HF|HUGGING_FACE|AWS|GOOGLE|AZURE|SSL_CERT)_|HOME$|XDG_CACHE_HOME$|PENSTOCK_CACHE$|.*_proxy$",
     re.IGNORECASE,
 )
-"""Variables that say where data is and how to log in."""
+"""Variables for the location of data and for credentials."""
 
 
 def environment() -> Mapping[str, str]:
@@ -38,7 +38,7 @@ def environment() -> Mapping[str, str]:
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """Return an integer argument, or raise ConfigError if it is below `least` or not an integer."""
+    """Return an integer argument. Raise ConfigError if it is not an integer or below `least`."""
     return int(Option(name, int, None, "", minimum=least).read(value))
 
 
@@ -52,7 +52,7 @@ def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def available_cores() -> int:
-    """Return the cores that affinity and cgroup quota allow this process."""
+    """Return the number of cores that affinity and cgroup quota allow."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     quota = cgroup_cores()
@@ -60,7 +60,7 @@ def available_cores() -> int:
 
 
 def cgroup_cores(mount: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the CPU quota of this container, in the files of either version of cgroups, or None."""
+    """Return the CPU quota of this container from cgroup v2 or v1, or None."""
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         with suppress(OSError, ValueError, ZeroDivisionError):  # "max" is no limit
             quota, period = " ".join((mount / name).read_text() for name in names).split()
@@ -70,7 +70,7 @@ def cgroup_cores(mount: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def default_workers() -> int:
-    """Return the workers of one rank: its share of the host's cores, at most 16."""
+    """Return the default number of workers per rank: its share of the cores, at most 16."""
     local_ranks = max(1, _int("LOCAL_WORLD_SIZE", 1))
     return max(1, min(16, available_cores() // local_ranks))
 
@@ -92,15 +92,15 @@ def current_shard() -> Shard:
     world, rank = _int("WORLD_SIZE", 1), _int("RANK", 0)
     if not 0 <= rank < world or (world > 1 and not os.environ.get("RANK")):
         raise ConfigError(
-            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={world} in the environment do not fit: a "
-            "rank must be set, ≥ 0 and below the world size. Start with torchrun, call "
-            "init_process_group before making the loader, or give shard=…"
+            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={world} in the environment do not fit: "
+            "a rank must be set, ≥ 0 and below the world size. Start with torchrun, call "
+            "init_process_group before creating the loader, or pass shard=…"
         )
     return Shard(world, rank)
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host."""
+    """Return the local rank."""
     return _int("LOCAL_RANK", 0)
 
 
@@ -110,11 +110,11 @@ def launched() -> bool:
 
 
 def gpu_is_here() -> bool:
-    """Return True if the kernel has a device that torch calls cuda, without importing torch."""
+    """Return True if there is a CUDA or ROCm device, without importing torch."""
     return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
-# Places and access
+# Locations and credentials
 
 
 def installed_version(package: str) -> str | None:
@@ -128,7 +128,7 @@ def installed_version(package: str) -> str | None:
 
 
 def cache_dir() -> Path:
-    """Return PENSTOCK_CACHE, else a folder beside the caches of the Hub's own tools."""
+    """Return PENSTOCK_CACHE, else a folder next to the caches of the Hugging Face tools."""
     if named := os.environ.get("PENSTOCK_CACHE"):
         return Path(named).expanduser()
     names = ("HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME")
@@ -142,7 +142,7 @@ def hub_endpoint() -> str:
 
 
 def hub_token() -> str | None:
-    """Return the Hub's token from the places its own tools use; importing those takes 0.2 s."""
+    """Return the Hub token from where Hugging Face tools keep it. Importing those takes 0.2 s."""
     token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
     if not token:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -160,12 +160,12 @@ def offline() -> bool:
 
 
 def access_variables() -> dict[str, str]:
-    """Return the variables that say where data is and how to log in: endpoints, tokens, proxies."""
+    """Return the variables for endpoints, credentials, proxies and caches."""
     return {name: value for name, value in os.environ.items() if ACCESS.match(name)}
 
 
 def adopt(variables: Mapping[str, str]) -> None:
-    """Replace this process's access variables: a fork server's environment may be outdated."""
+    """Replace this process's access variables, because a fork server's may be outdated."""
     for name in access_variables().keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
@@ -180,9 +180,9 @@ def proxy_for(scheme: str, host: str) -> str | None:
 
 
 def write_atomically(path: Path, content: str | Sequence[Any]) -> None:
-    """Write a text, or parts of bytes, under a temporary name that begins with a dot; then rename it."""
+    """Write a text, or parts of bytes, to a temporary dot file, then rename it."""
     parts: Sequence[Any] = [content.encode()] if isinstance(content, str) else content
-    # Not tempfile: its files are readable by their owner only, whatever the umask.
+    # Not tempfile, whose files ignore the umask and are readable only by their owner.
     temporary = path.parent / f".{path.name}.{os.urandom(8).hex()}"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -191,7 +191,7 @@ def write_atomically(path: Path, content: str | Sequence[Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    finally:  # also after Ctrl-C: no partial file is left
+    finally:  # also after Ctrl-C, so that no partial file remains
         temporary.unlink(missing_ok=True)
 
 

@@ -1,7 +1,7 @@
-"""TextDataset: where text is, and how it is tokenized and packed.
+"""TextDataset: text files, and how to tokenize and pack them.
 
-Creating one lists the files and loads the vocabulary, at the same time if the files are remote. It
-opens no data and starts nothing that outlives the constructor. Loaders may share one.
+The constructor lists the files and loads the tokenizer, concurrently if the files are remote. It
+reads no data, and leaves no thread running. Loaders may share a dataset.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 VAL_FRACTION = 0.005
-"""The default share of the documents in "val"."""
+"""The default share of documents in "val"."""
 
 
 def any_remote(urls: Any) -> bool:
-    """Return True if some of the data is not on disk."""
+    """Return True if any of the data is remote."""
     sources = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else []
     return any(isinstance(url, str) and is_remote(url) for url in sources)
 
@@ -55,7 +55,7 @@ class TextDataset:
         separator = separator.encode() if isinstance(separator, str) else separator or None
 
         def load() -> Tokenizer:
-            # Imported here: a remote listing runs while Arrow and the tokenizers are imported.
+            # Imported here, because a remote listing overlaps the import of Arrow and tokenizers.
             from penstock.encode.tokenizer import load_tokenizer
 
             return load_tokenizer(options.tokenizer, eos=options.eos, bos=options.bos)
@@ -72,7 +72,7 @@ class TextDataset:
             )
         else:
             if remote.config is not None:
-                raise ConfigError(f"config={remote.config!r}: is for Hub datasets, not local files")
+                raise ConfigError(f"config={remote.config!r} is for Hub datasets, not local files")
             if remote.share_listing:
                 from penstock.sources.remote_dataset import list_on_rank_0
 
@@ -81,7 +81,7 @@ class TextDataset:
                 self.files = listing()
             self.tokenizer = load()
         self.listings = [(began, time.perf_counter())]
-        """When listing and loading the tokenizer began and ended; empty once a loader reported it."""
+        """The start and end of listing and loading the tokenizer, until a loader reports them."""
         if options.cache is True or (options.cache == "auto" and self.remote_config is not None):
             from penstock.sources.remote_dataset import RemoteConfig
 
@@ -112,10 +112,10 @@ class TextDataset:
 
         source: a function that returns a new iterable for each epoch, a collection, a `datasets`
             stream, or an iterator (one epoch only). A resume uses its `state_dict` and
-            `load_state_dict`; without them it reads the iterable again up to the position, and warns.
+            `load_state_dict`; without them it reads the iterable up to the position, and warns.
         tokenizer: as for files; None if the documents are ids.
-        more: text_field, packing, eos, bos, positions and shuffle_chunks as for files;
-            name, for messages and states; chunk_docs and chunk_bytes, how much is tokenized at once.
+        more: text_field, packing, eos, bos, positions and shuffle_chunks as for files; name, for
+            messages and states; chunk_docs and chunk_bytes, the size of a chunk.
         """
         from penstock.sources.text_iterable import TextIterable
 
@@ -128,7 +128,7 @@ class TextDataset:
             if file is None:
                 raise ConfigError(f"skip: {entry.file!r} is not one of the {len(files)} files")
             if (entry.group is None) == (file.format == "parquet"):
-                raise ConfigError(f"skip: {list(entry)}: a row group goes with Parquet files only")
+                raise ConfigError(f"skip: {list(entry)}: a row group is for Parquet files only")
         return frozenset(addresses)
 
     def __repr__(self) -> str:
@@ -137,14 +137,14 @@ class TextDataset:
         return f"TextDataset({files}, {about['bytes']} bytes, {name}, seq_len={self.seq_len})"
 
     def as_source(self) -> Source:
-        """Return what a loader reads: packed rows of ids."""
+        """Return the source of packed rows that a loader reads."""
         from penstock.sources.text_files import TextSource
 
         return TextSource(self)
 
     @property
     def vocab_size(self) -> int:
-        """The ids of the tokenizer, special ones included: the rows of an embedding."""
+        """The vocabulary size of the tokenizer, special tokens included."""
         return self.tokenizer.vocab_size
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -152,7 +152,7 @@ class TextDataset:
         return self.tokenizer.decode(ids)
 
     def data_id(self) -> dict[str, Any]:
-        """Identify the data in a state."""
+        """Return the fields of a state that identify the data."""
         return {
             "files": fingerprint(self.files),
             "count": sum(len(file.members) or 1 for file in self.files),
@@ -160,6 +160,6 @@ class TextDataset:
         }
 
     def tokenizer_id(self) -> dict[str, Any]:
-        """Identify the tokenizer in a state."""
+        """Return the fields of a state that identify the tokenizer."""
         name = os.path.basename(self.tokenizer.vocabulary.name)
         return {"name": name, "fingerprint": self.tokenizer.fingerprint}

@@ -5,7 +5,7 @@
     ├── SourceError        the data is missing, refused, changed or cannot be used
     │   ├── RemoteError    a fetch failed after all retries, or the network is disabled
     │   └── CorruptFile    a file, or a chunk of it, cannot be read
-    ├── StateError         a saved state cannot be loaded, or belongs to other data
+    ├── StateError         a saved state is invalid, or belongs to other data
     ├── WorkerDied         a worker process exited during a task
     ├── PeerFailed         another rank failed, and all ranks stop together
     ├── LoaderTimeout      no batch within the timeout                            (TimeoutError)
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """Base class of all exceptions here."""
+    """Base class of all exceptions of Penstock."""
 
 
 class ConfigError(PenstockError, ValueError):
@@ -48,7 +48,7 @@ class CorruptFile(SourceError):
 
 
 class StateError(PenstockError):
-    """A saved state is not one, or belongs to other data, settings or ranks."""
+    """A saved state is invalid, or belongs to other data, settings or ranks."""
 
 
 class WorkerDied(PenstockError):

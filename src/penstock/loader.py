@@ -1,7 +1,7 @@
-"""AsyncDataLoader: batches that are ready before they are asked for.
+"""AsyncDataLoader: prepares batches in the background, before the trainer requests them.
 
-Everything here runs on the trainer's thread; the threads that it starts live in `feed/`. The state is
-the position after the last batch that was handed out, wherever read-ahead is.
+Everything here runs on the trainer's thread; the threads it starts are in `feed/`. The state is the
+position after the last batch returned, regardless of read-ahead.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 class AsyncDataLoader:
     """Streams a dataset as batches, prepared by workers in the background.
 
-    Iterate over it, or call `next`. With `epochs`, each `for` is a pass, in an order of its own;
-    the first one after `load_state_dict` is the rest of the saved pass. `next` always continues.
+    Iterate over it, or call `next`. With `epochs`, each `for` is a pass in a new order; the first
+    one after `load_state_dict` finishes the saved pass. `next` always continues the current pass.
 
-    It is a context manager; without one, `shutdown` ends its threads, as do garbage collection and
-    the end of the interpreter.
+    Use it as a context manager, or call `shutdown` to stop its threads. Garbage collection and the
+    exit of the interpreter stop them too.
     """
 
     @accepts(LoaderOptions)
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        """Set up a loader. Nothing runs until it is entered, started, warmed or asked for a batch.
+        """Create a loader. Nothing runs until it is entered, started, warmed up or iterated.
 
         dataset: a TextDataset, PreparedDataset, TokenFileDataset, SyntheticDataset or Mixture; a
             map-style dataset; or an iterable of samples.
@@ -78,16 +78,16 @@ class AsyncDataLoader:
             check_lanes(lanes, self._options.shard.mod, ConfigError)
         self._state = self._fresh_state(lanes)
         self._origin: BatchOrigin | None = None
-        """Of the last batch that was handed out since `_state`."""
+        """The origin of the last batch returned since `_state`."""
         self._exhausted = self._interrupted = False
         self._begun = False
-        """True if a batch was handed out since this pass began or a state was loaded."""
+        """True if a batch was requested since this pass began or a state was loaded."""
 
     @classmethod
     def from_config(cls, path: Any = None, dataset: Any = None, **overrides: Any) -> Self:
-        """Return a loader as a settings file describes it.
+        """Return a loader configured by a settings file.
 
-        dataset: the data, if the file does not name it. overrides: rank above everything else.
+        dataset: used instead of the file's [data]. overrides: settings with the highest precedence.
         """
         dataset, arguments = build(path, dataset, overrides)
         return cls(dataset, **arguments)
@@ -100,7 +100,7 @@ class AsyncDataLoader:
         )
 
     def observe(self, telemetry: Telemetry) -> None:
-        """Record into `telemetry` instead of the loader's own. Call it before the first batch."""
+        """Use `telemetry` instead of the loader's own. Call this before the first batch."""
         telemetry.bind(self, self._listings)
         self.telemetry, self._stats = telemetry, LoaderStats()
 
@@ -112,7 +112,7 @@ class AsyncDataLoader:
         return Pass(self)
 
     def _start_pass(self) -> None:
-        """Go to the beginning of the next pass, in its own order."""
+        """Start the next pass, in a new order."""
         assert self._options.epochs is not None
         ended = self._current()
         self._close()
@@ -129,14 +129,14 @@ class AsyncDataLoader:
         return batch
 
     def __bool__(self) -> bool:
-        return True  # also if there is no len()
+        return True  # even if len() raises
 
     def __len__(self) -> int:
-        """Return the batches of one pass, if that is known beforehand."""
+        """Return the number of batches in one pass. Raise TypeError if it is unknown."""
         return -(-self._rows_of_pass() // self._options.batch_size)
 
     def _rows_of_pass(self) -> int:
-        """Return the rows of one pass on this rank, if that is known beforehand."""
+        """Return the rows of one pass on this rank. Raise TypeError if they are unknown."""
         batches = self._source.batches(self._run_context())
         if batches is not None:
             return batches * self._options.batch_size
@@ -145,8 +145,8 @@ class AsyncDataLoader:
     def next_batch(self, timeout: float | None = None) -> Batch | None:
         """Return the next batch, or None at the end of a finite stream.
 
-        Raise `LoaderTimeout` after `timeout` seconds; nothing is lost. Without workers the batch is
-        made here, for as long as that takes.
+        Raise `LoaderTimeout` after `timeout` seconds; nothing is lost. Without workers, this
+        makes the batch itself and ignores the timeout.
         """
         with self._next_lock:
             if self._exhausted:
@@ -160,8 +160,8 @@ class AsyncDataLoader:
                 return batch
             except BaseException as error:
                 if not isinstance(error, Exception):
-                    # Ctrl-C, anywhere: a batch may have been taken and not handed out. The next
-                    # call starts again after the last one that was.
+                    # Ctrl-C, anywhere: a batch may have been taken and not returned. The next call
+                    # restarts after the last one returned.
                     self._origin, self._interrupted = before, True
                 raise
 
@@ -192,7 +192,7 @@ class AsyncDataLoader:
         if self._agreement is None:
             batch = stage.next(timeout)
         else:
-            self._interrupted = True  # a batch that is taken when another rank fails is taken again
+            self._interrupted = True  # if another rank fails, the batch is read again
             batch = self._agreement.next(lambda: stage.next(timeout))
             self._interrupted = False
         if batch is not None and self._options.tensors and not batch.is_torch:
@@ -200,7 +200,7 @@ class AsyncDataLoader:
                 with self.telemetry.clock.stage(IMPORT):
                     importlib.import_module("torch")
             batch.to_torch()
-            pipeline.makes_tensors = self._feed is None  # torch is imported now
+            pipeline.makes_tensors = self._feed is None  # torch is now imported
         return batch
 
     # Starting and stopping
@@ -211,7 +211,7 @@ class AsyncDataLoader:
         self.start()
 
     def start(self) -> Self:
-        """Start the workers, if they do not run yet."""
+        """Start the workers, unless they are running."""
         if self._pipeline is not None:
             return self
         options, begun = self._options, time.perf_counter()
@@ -221,10 +221,10 @@ class AsyncDataLoader:
         if options.device is not None:
             from penstock.feed.device import DeviceFeed, open_copier
 
-            copier = open_copier(options.device)  # before a thread starts: it may fail
+            copier = open_copier(options.device)  # may raise, so before threads start
         pipeline = self._pipeline = Pipeline(self._source, self._run_context())
-        # The threads know the pipeline and not the loader: a loader that is no longer referenced
-        # is collected, and its threads end with it.
+        # The threads reference the pipeline and not the loader, so an unused loader is collected,
+        # which stops its threads.
         self._finalizer = weakref.finalize(self, pipeline.close)
         self.telemetry.opened(pipeline, begun)
         if self._given.prefetch_size == "auto":
@@ -237,7 +237,7 @@ class AsyncDataLoader:
         return self
 
     def _run_context(self) -> RunContext:
-        """Return how a run from the current state goes."""
+        """Return the parameters of a run from the current state."""
         options, state = self._options, self._current()
         return replace(
             options,
@@ -248,21 +248,21 @@ class AsyncDataLoader:
             end_epoch=None if options.epochs is None else state.first + options.epochs,
             positions=state.lane_positions,
             start=state.position,
-            # It must not hold on to the loader.
+            # Must not reference the loader.
             state=lambda position: state.at(position).to_dict(),
             clock=self.telemetry.clock,
         )
 
     def inspect(self) -> tuple[Source, RunContext]:
-        """Return what the loader reads and how, for tools that do something else with it."""
+        """Return the source and the parameters of a run, for tools."""
         return self._source, self._run_context()
 
     def warmup(self, batches: int | Literal["auto"] | None = None, timeout: float = 30.0) -> Warmup:
-        """Start, and wait until `batches` (by default a full queue) are buffered or time is up.
+        """Start, and wait up to `timeout` until `batches` (by default a full queue) are buffered.
 
-        "auto" waits for the first one and, only if that took longer than a blink, for a full queue.
-        Nothing is lost either way. A fault in the data is raised by the `next` that meets it. Without
-        batches, time or workers it is off, and nothing is started.
+        "auto" waits for the first batch and, if that took longer than 0.1 s, for a full queue. A
+        timeout loses nothing. An error in the data is raised by the `next` that reaches it. Does
+        nothing if batches, timeout or workers are 0.
         """
         wanted, timeout = check_warmup(self._options, self._given.memory_limit, batches, timeout)
         if wanted == 0 or timeout == 0 or self._options.n_workers == 0 or self._exhausted:
@@ -276,8 +276,8 @@ class AsyncDataLoader:
         return done
 
     def shutdown(self) -> None:
-        """Stop every worker and close every file. Safe at any time, and again. A later `next`
-        starts again after the last batch that was handed out."""
+        """Stop all workers and close all files. Safe at any time, and again. A later `next`
+        restarts after the last batch returned."""
         self._state = self._current()
         self._close()
 
@@ -306,9 +306,9 @@ class AsyncDataLoader:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch handed out: JSON, a few hundred bytes a lane.
+        """Return the state after the last batch returned: JSON, a few hundred bytes per lane.
 
-        It has this rank's lanes only. To save on one rank for all, or to resume on another number
+        It has only this rank's lanes. To save on one rank for all, or to resume on another number
         of ranks, use `full_state_dict`, or load a list of all ranks' states.
         """
         return self._current().to_dict()
@@ -316,22 +316,22 @@ class AsyncDataLoader:
     def full_state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks as one, which loads on any number that divides the lanes.
 
-        A collective: all ranks must call it after the same batch, also if only one saves the result.
+        A collective: all ranks must call it after the same batch, even if only one saves it.
         """
         return gather(self.state_dict(), self._options.shard)
 
     def load_state_dict(
         self, state: dict[str, Any] | Sequence[dict[str, Any]], *, extend: bool = False
     ) -> None:
-        """Continue after the batch at which `state` was taken; a list has the states of all ranks.
+        """Resume after the batch at which `state` was saved; a list has the states of all ranks.
 
-        `extend` is for a mixture that has new parts after the old ones: they begin at their first
-        row, and the new weights apply from here on.
+        `extend` is for a mixture with new parts after the old ones: they begin at their first row,
+        and the new weights apply from here on.
         """
         parsed = parse(state)
         if extend:
             if self._mixture is None:
-                raise ConfigError("extend=True is for a Mixture that has new parts")
+                raise ConfigError("extend=True is only for a Mixture with new parts")
             parsed = self._mixture.extended(parsed, self._state)
         loaded = self._checked(parsed)
         self._close()
@@ -340,19 +340,17 @@ class AsyncDataLoader:
         self._stats = LoaderStats()
 
     def set_weights(self, weights: Mapping[str, float], step: int | None = None) -> None:
-        """Change the weights of a mixture from the next batch on, or from the batch number `step` on.
+        """Change the weights of a mixture from the next batch on, or from batch number `step` on.
 
-        The change is part of the state. All ranks have to make it at the same batch. Batches that were
-        prepared under the old weights are made again.
+        The change is part of the state. All ranks must make it at the same batch. Batches already
+        prepared with the old weights are made again.
         """
         if self._mixture is None:
-            raise ConfigError(
-                f"set_weights is for a Mixture, and this is {type(self._dataset).__name__}"
-            )
+            raise ConfigError(f"set_weights is for a Mixture, not {type(self._dataset).__name__}")
         state, options = self._current(), self._options
         at = state.batch if step is None else whole_number("step", step, 0)
         if at < state.batch:
-            raise ConfigError(f"step={step}: {state.batch} batches have been handed out already")
+            raise ConfigError(f"step={step}: {state.batch} batches have already been returned")
         row = state.row + (at - state.batch) * options.batch_size * options.shard.mod
         changed = self._mixture.reweighted(state, row, weights)
         self._close()
@@ -361,7 +359,7 @@ class AsyncDataLoader:
     def as_torch_dataset(self, *, batched: bool = False) -> TorchDataset:
         """Return an `IterableDataset` of rows, for `DataLoader(dataset, batch_size=…)` and trainers.
 
-        With batched=True it yields finished batches, for `DataLoader(dataset, batch_size=None)`.
+        With batched=True it yields whole batches, for `DataLoader(dataset, batch_size=None)`.
         """
         from penstock.torch_dataset import TorchDataset
 
@@ -393,7 +391,7 @@ class AsyncDataLoader:
         )
 
     def _checked(self, loaded: State) -> State:
-        """Return this rank's part of a state, or raise if it does not fit data and options."""
+        """Return this rank's part of a state. Raise if it does not fit the data and the options."""
         source, options = self._source, self._options
         source.check_state(loaded)
         loaded.require_stream_of(self._state)
@@ -409,14 +407,14 @@ class AsyncDataLoader:
             if epoch > loaded.first + options.epochs:
                 raise StateError(
                     f"the state is in epoch {epoch} of a pass that began with epoch {loaded.first}, "
-                    f"beyond the end of epochs={options.epochs}. Give as many epochs as the run that "
-                    "saved it, or start a new run."
+                    f"beyond the end of epochs={options.epochs}. Pass as many epochs as the run "
+                    "that saved it, or start a new run."
                 )
         own = loaded.for_lanes(self._own_lanes(loaded.lanes))
         return replace(own, skip=source.skip | own.skip)
 
     def _epoch_of(self, state: State) -> int:
-        """Return the epoch in which a state is: of its lanes, that of the furthest."""
+        """Return the epoch of a state: that of its furthest lane."""
         if self._source.by_lane:
             return max((at.epoch for at in state.lane_positions.values()), default=state.first)
         length = self._source.length()
@@ -424,14 +422,14 @@ class AsyncDataLoader:
             return state.first + state.row // length
         return int(state.source["epoch"])
 
-    # Watching
+    # Monitoring
 
     def queue_depth(self) -> int:
-        """Return how many batches are buffered."""
+        """Return the number of buffered batches."""
         return self._pipeline.depth if self._pipeline is not None else 0
 
     def stats(self) -> Stats:
-        """Return what has been done so far."""
+        """Return the statistics so far."""
         waited_s = None if self._feed is None else self._feed.waited_s()
         return self._stats.stats(
             self._pipeline,
@@ -442,18 +440,18 @@ class AsyncDataLoader:
         )
 
     def _part_rows(self) -> dict[str, int]:
-        """Return the rows of each part of a mixture that the pipeline has handed out."""
+        """Return the rows of each part of a mixture that the pipeline has returned."""
         if self._mixture is None or self._origin is None:
             return {}
         return dict(self._mixture.part_rows(self._origin))
 
     def pause(self, name: str) -> AbstractContextManager[None]:
-        """Keep evaluation, a checkpoint and the like apart: `with loader.pause("eval"): …`."""
+        """Exclude evaluation or a checkpoint from step times: `with loader.pause("eval"): …`."""
         return self.telemetry.pause(name)
 
 
 class Pass(Iterator[Batch]):
-    """One `for` over a loader. It also has the loader's methods."""
+    """One `for` over a loader. Other attributes are the loader's."""
 
     def __init__(self, loader: AsyncDataLoader) -> None:
         self._loader = loader
@@ -463,7 +461,7 @@ class Pass(Iterator[Batch]):
         loader, first = self._loader, self._first
         batch, self._first = loader.next_batch(), False
         if batch is None and first and loader._options.epochs is not None:
-            # The state of a finished pass was loaded: a `for` over nothing would surprise.
+            # The loaded state is the end of a pass: start the next one instead of an empty `for`.
             loader._start_pass()
             batch = loader.next_batch()
         if batch is None:

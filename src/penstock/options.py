@@ -1,10 +1,10 @@
-"""Every option, written once: its type, default, bounds and what it does.
+"""The single declaration of every option: its type, default, bounds and help.
 
 `LoaderOptions`, `TextOptions` and `RemoteOptions` are frozen dataclasses; `PreparedOptions` and
-`TrainOptions`, beside what they configure, are made in the same way. Their docstrings say what
-each option does and what a larger value costs; values are checked against annotation and bounds when
-an object is made. Signatures, settings files, environment variables, `penstock config` and the
-settings page derive from them.
+`TrainOptions` are declared the same way, next to what they configure. Their docstrings say what
+each option does and what a larger value costs. Creating an object checks its values against
+annotations and bounds. Signatures, settings files, environment variables, `penstock config` and
+the settings page derive from them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMES: dict[Any, str] = {
 
 
 def option(*, default: Any = MISSING, **about: Any) -> Any:
-    """Declare an option as a dataclass field; `about` has further fields of `Option`."""
+    """Declare an option as a dataclass field. `about` sets further fields of `Option`."""
     return field(default=default, metadata=about)
 
 
@@ -76,7 +76,7 @@ def options(cls: type[T]) -> type[T]:
 
 
 def _helps(doc: str) -> dict[str, str]:
-    """Return what a docstring says about each option, in paragraphs such as "seed: The order."."""
+    """Return the help of each option: paragraphs of a docstring such as "seed: The order."."""
     parts = re.split(r"^(\w+): ", inspect.cleandoc(doc), flags=re.MULTILINE)
     return {
         name: " ".join(text.split()) for name, text in zip(parts[1::2], parts[2::2], strict=True)
@@ -90,7 +90,7 @@ def options_of(cls: Any) -> Mapping[str, Option]:
 
 @dataclass(frozen=True)
 class Option:
-    """A declared option: what it accepts, and how its values are read and shown.
+    """A declared option: which values it accepts, and how they are read and shown.
 
     Every value can be written as text: "on", "512MiB", "0-3,8", and `none` for None.
     """
@@ -99,7 +99,7 @@ class Option:
     hint: Any
     default: Any
     help: str
-    """What it does, and what a larger value costs."""
+    """Its effect, and the cost of a larger value."""
     minimum: float = -inf
     below: float = inf
     """Bounds of a number; `below` is exclusive."""
@@ -108,10 +108,10 @@ class Option:
     none: str = "none"
     """The text that means None."""
     pattern: str = ".+"
-    """What a text must match."""
+    """The regular expression that a text must match."""
     group: str = ""
     implied: str | None = None
-    """The command line's heading, and the option's meaning without a value."""
+    """For the command line: the heading, and the value of the option without an argument."""
 
     @cached_property
     def kinds(self) -> tuple[Any, ...]:
@@ -126,7 +126,7 @@ class Option:
         return tuple(word for kind in literals for word in get_args(kind))
 
     def read(self, value: Any, where: str = "") -> Any:
-        """Return the value, normalised, or raise ConfigError with its place and what would fit."""
+        """Return the normalised value. Raise ConfigError naming its source and the valid values."""
         # None comes first, so that "none" is not read as a text.
         for kind in sorted(self.kinds, key=lambda kind: kind is not types.NoneType):
             try:
@@ -137,7 +137,7 @@ class Option:
         raise ConfigError(f"{written}: must be {self.needs()}")
 
     def show(self, value: Any) -> str:
-        """Return the value as text that `read` takes back."""
+        """Return the value as text that `read` accepts."""
         if value is None:
             return self.none
         if isinstance(value, bool):
@@ -178,7 +178,7 @@ class Option:
         return value
 
     def needs(self) -> str:
-        """Say what would fit."""
+        """Describe the valid values."""
         return ", or ".join(map(self._needs, self.kinds))
 
     def _needs(self, kind: Any) -> str:
@@ -232,7 +232,7 @@ def accepts(
 ) -> Callable[
     [Callable[Concatenate[Any, First, ...], None]], Callable[Concatenate[Any, First, P], None]
 ]:
-    """Give an `__init__(self, first, *args, **kwargs)` the signature and help of an options class."""
+    """Add signature and help of an options class to `__init__(self, first, *args, **kwargs)`."""
 
     def decorate(init: Callable[..., None]) -> Any:
         own = list(inspect.signature(init).parameters.values())[:2]
@@ -246,7 +246,7 @@ def accepts(
 
 
 SAME = {"num_workers": "n_workers", "collate_fn": "collate", "block_size": "seq_len"}
-"""Names from elsewhere that mean the same as ours."""
+"""Names of other libraries that mean the same as ours."""
 INSTEAD = {
     "world_size": "shard=Shard(world_size, rank). Under torchrun, leave it out",
     "rank": "shard=Shard(world_size, rank). Under torchrun, leave it out",
@@ -255,16 +255,16 @@ INSTEAD = {
     "pin_memory": "device='cuda', which pins memory and copies batches ahead of their step",
     "sampler": "shuffle=… and seed=…; to choose samples, wrap the map-style dataset",
 }
-"""Names from elsewhere that mean something else, and what to use."""
+"""Names of other libraries without an equivalent, and what to use instead."""
 
 
 def from_habit(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments under our names, or raise if a name from elsewhere means something else."""
+    """Return arguments under our names. Raise for a name in `INSTEAD`."""
     for name in given:
         if name in INSTEAD:
             raise ConfigError(f"{name}=…: use {INSTEAD[name]}.")
         if SAME.get(name) in given:
-            raise ConfigError(f"{name}=… and {SAME[name]}=… are the same: give one of them.")
+            raise ConfigError(f"{name}=… and {SAME[name]}=… are the same option: pass only one.")
     renamed = {SAME.get(name, name): value for name, value in given.items()}
     if isinstance(split := renamed.get("split"), str):
         renamed["split"] = split.replace("validation", "val")
@@ -278,35 +278,34 @@ def from_habit(given: Mapping[str, Any]) -> dict[str, Any]:
 class LoaderOptions:
     """How a loader runs.
 
-    batch_size: Rows of a batch on this rank. More take memory, in the queue too.
-    shuffle: A new order in each epoch. Defaults to True for map-style data, False for streams.
+    batch_size: Rows per batch on this rank. More take memory, also in the queue.
+    shuffle: Use a new order in each epoch. Defaults to True for map-style data, False for streams.
         Text is shuffled within windows, which take memory.
-    seed: The order to use. Costs nothing.
+    seed: Seed of the shuffle, and of `rng` in preprocess.
     n_workers: Workers that read and tokenize; 0: `next()` makes each batch. Defaults to this
         rank's share of the cores. Each holds a chunk in memory.
-    prefetch_size: Batches in the queue. More hide longer hiccups and take memory, 16 bytes a
-        token. "auto" starts at 8; workers, requests, read-ahead and queue then follow
-        measurements.
-    device: Where batches are copied, such as "cuda", ahead of their step. Takes device memory.
-    shard: This reader's part. Defaults to this rank's. An explicit shard disables coordination
-        between ranks, which may then get different numbers of batches.
+    prefetch_size: Batches in the queue. More hide longer stalls and take memory, 16 bytes per
+        token. "auto" starts at 8 and tunes workers, requests, read-ahead and queue.
+    device: Device to copy batches to ahead of their step, such as "cuda". Takes device memory.
+    shard: The part of the data to read. Defaults to this rank's. An explicit shard disables
+        coordination between ranks, which may then get different numbers of batches.
     lanes: Independent sequences, assigned to ranks. A state loads on every world size that divides
         them. Defaults to the first world size. Each has a shuffle window in memory.
     epochs: Passes over the data. Defaults to an endless stream.
     drop_last: End a finite stream with its last full batch. Defaults to True with several
         ranks; False then fills the last batch of map-style data with its first rows.
     preprocess: Called by workers on each sample of map-style or iterable data. A parameter
-        named `rng` gets a generator seeded by the sample.
-    collate: Makes a batch of a list of samples, instead of the default rules.
+        named `rng` gets a generator seeded by seed, epoch and sample.
+    collate: Makes a batch from a list of samples, instead of the default rules.
     workers: "process" is for Python code that holds the GIL or is not thread-safe. Processes
-        start later and copy each batch; one that dies is replaced once.
+        start more slowly and copy each batch; a task whose process dies is retried once.
     cpus: Cores that workers run on. Fewer leave more to the trainer.
     numa_node: NUMA node whose cores workers run on.
-    memory_limit: Bytes for read-ahead and queue. More reads ahead.
+    memory_limit: Bytes for read-ahead and queue. More allow more read-ahead.
     device_preprocess: Called on each batch on the device, on the copy stream. Needs device.
-    warmup_batches: Batches to wait for before the first; 0: off. "auto" decides by the first
-        batch's latency. More start later, and take memory beyond prefetch_size.
-    warmup_timeout: Longest wait for them, in seconds; 0: no warmup.
+    warmup_batches: Batches to buffer before the first is returned; 0: off. "auto" decides by the
+        first batch's latency. More delay the start, and take memory beyond prefetch_size.
+    warmup_timeout: Longest wait for the warmup, in seconds; 0: no warmup.
     """
 
     batch_size: int = option(minimum=1)
@@ -333,23 +332,23 @@ class LoaderOptions:
 
 @options
 class RemoteOptions:
-    """How data is fetched, and other things that experts set. Only `config` changes the stream.
+    """How data is fetched, and other expert options. Only `config` changes the stream.
 
     connect_timeout: Seconds to reach a server. More wait longer for a dead one.
-    request_timeout: Seconds of a request in all. More let slow servers finish.
-    stall_timeout: Seconds to measure min_bytes_per_s over. More notice a stall later.
+    request_timeout: Total seconds of a request. More let slow servers finish.
+    stall_timeout: Seconds over which min_bytes_per_s is measured. More detect a stall later.
     min_bytes_per_s: Slowest accepted rate. A higher value gives up on slow connections sooner.
     retry_budget: Seconds to retry a read. Keep it below the collectives' timeout.
-    metadata_budget: Seconds to retry listings and revisions. More start later.
-    retry_after_cap: Longest `Retry-After` that is honoured, in seconds.
-    backoff: Seconds before the first retry; doubled each time, up to 10.
+    metadata_budget: Seconds to retry listings and revisions. More fail later.
+    retry_after_cap: Longest `Retry-After` to honour, in seconds.
+    backoff: Seconds before the first retry; doubles each time, up to 10.
     fetches: Requests in flight. More hide latency and take memory.
     hedge: Continue unusually slow reads on another connection. Costs a few more requests.
     cache_bytes: Disk for the token cache.
     share_listing: Rank 0 lists the files for all; all ranks must create the dataset.
-    config: Configuration of a Hub dataset's card, such as sample-10BT.
+    config: A configuration from a Hub dataset's card, such as sample-10BT.
     doc_batch: Documents tokenized at once. Defaults to a whole chunk.
-    report_docs: Documents between two log lines; 0: no lines.
+    report_docs: Documents between progress log lines; 0: none.
     """
 
     _: KW_ONLY
@@ -371,7 +370,7 @@ class RemoteOptions:
 
     @classmethod
     def of(cls, value: RemoteOptions | Mapping[str, Any] | None) -> RemoteOptions:
-        """Return the options that a user gave: an object, a table, or None for the defaults."""
+        """Return options from an object, a table, or None for the defaults."""
         if isinstance(value, RemoteOptions):
             return value
         try:
@@ -389,30 +388,30 @@ class TextOptions:
 
     tokenizer: "byte"; a tokenizer.json or its folder; a .tiktoken file; a Hub name; an object
         of tokenizers, transformers or tiktoken; or the result of load_tokenizer().
-    seq_len: Ids of a row. Attention's cost grows with its square.
+    seq_len: Input ids per row. The cost of attention grows with its square.
     text_field: Column or field that holds the text.
     packing: "concat" loses no token; "bos" starts each row with a document and crops the rest;
         "best_fit" cuts only documents longer than a row, and pads.
     split: "train" or "val": documents chosen by a hash of their addresses. "val:0.01" and
         "train:0.01" set the share in "val", 0.005 by default. Either part reads all files.
-    format: Format of the files. Defaults to what their names say.
-    separator: Text between the documents of a plain-text file. Default: one a file.
+    format: Format of the files. Defaults to the one their names imply.
+    separator: Text between the documents of a plain-text file. Default: one document per file.
     eos: Token after each document, by name or id. "auto": the tokenizer's own.
     bos: Token before each document.
-    positions: Add positions and cu_seqlens to batches: 8 bytes more a token.
+    positions: Add positions and cu_seqlens to batches: 8 more bytes per token.
     chunk_bytes: Bytes of JSONL or plain text read at once. More take memory in each worker.
-    shuffle_chunks: Chunks of a shuffle window. More mix better and take memory.
-    on_bad_record: "raise", "skip" a record that cannot be used, or "quarantine:FILE" to also
-        write its address and the reason to a JSONL file.
-    skip: Documents to leave out: spans or addresses of `batch.provenance()`.
+    shuffle_chunks: Chunks per shuffle window. More mix better and take memory.
+    on_bad_record: "raise" for a record that cannot be used, "skip" it, or "quarantine:FILE" to
+        also write its address and the reason to a JSONL file.
+    skip: Documents to leave out: spans or addresses from `batch.provenance()`.
     filter: Rows to keep, by other columns: a pyarrow expression, or the tuples of pyarrow.parquet,
         such as [("score", ">=", 3)]. Row groups whose statistics rule out a match are not read.
-    transform: ("name-and-version", function): the function gets a table of a chunk's columns and
+    transform: ("name-and-version", function): the function takes a table of a chunk's columns and
         returns the texts; null drops a document. The name identifies it in states and caches.
-    store: A prepared corpus of this text: chunks in it are read instead of tokenized.
+    store: A prepared corpus of this text. Its chunks are read instead of tokenized.
     remote: RemoteOptions, or a table of them.
     cache: Keep tokens on disk, so that the next epoch and run need neither network nor
-        tokenizer. "auto": for remote data.
+        tokenizer. "auto": only for remote data.
     """
 
     _: KW_ONLY

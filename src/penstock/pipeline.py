@@ -1,4 +1,4 @@
-"""One run of a stream: the stages wired in order. The first file to open.
+"""The pipeline of one run: workers, producer and queue. Start reading here.
 
     source ══ work ══► producer ── batches ──► queue ──► next()
             workers,    one thread,           bounded    the trainer's thread
@@ -32,18 +32,18 @@ from penstock.watch.telemetry import Telemetry
 log = logging.getLogger("penstock")
 
 SOON_S = 0.1
-"""A first batch that took no longer needs no others buffered: `warmup_batches="auto"`."""
+"""`warmup_batches="auto"` buffers no more if the first batch took no longer than this."""
 OWN_THREADS = ("penstock-worker", "penstock-fetch", "penstock-producer")
 LOW_BATCHES = 100
-"""Batches in a row that find the queue less than half full, before a warning."""
+"""Consecutive batches with the queue less than half full, before a warning."""
 
 
 def keep_freed_memory() -> None:
     """Let the allocator keep freed memory for the next batches.
 
     By default glibc returns all but a few hundred KB to the system, and getting it back costs as
-    much as filling a batch. It keeps twice the size of the largest block that was freed, up to
-    32 MiB, so freeing one that was never touched is enough.
+    much as filling a batch. After a large block is freed, up to 32 MiB, glibc keeps twice its
+    size. The block need not be touched.
     """
     np.empty(31 * MiB, np.uint8)
 
@@ -63,9 +63,9 @@ class Pipeline:
         self._failed: Exception | None = None
         self._low = 0
         self._origin: BatchOrigin | None = None
-        """Of the last batch that was made."""
+        """The origin of the last batch that was made."""
         self.makes_tensors = False
-        """True once `next` need not wrap arrays as tensors: it has imported torch."""
+        """True if the producer wraps arrays as tensors: set once torch is imported."""
         self._queue: PrefetchQueue[Batch] | None = None
         self._started = time.monotonic()
         keep_freed_memory()
@@ -84,7 +84,7 @@ class Pipeline:
                 run.prefetch_size,
                 clock=run.clock,
                 cpus=run.cpus,
-                # Batches whose size is not known beforehand take slots by their bytes.
+                # Batches of unknown size take slots by their bytes.
                 slots=lambda batch: 1 if run.row_bytes else -(-batch.nbytes // slot_bytes),
                 block=run.block,
             )
@@ -110,7 +110,7 @@ class Pipeline:
             raise
 
     def _make(self, n: int) -> list[Batch]:
-        """Return the next batches, at most `n`; none at the end of a finite stream."""
+        """Return up to `n` batches; an empty list at the end of a finite stream."""
         with self._clock.stage("pack") as timeline:
             batches = self._producer.take(n)
         timeline.count("batch", len(batches))
@@ -122,11 +122,11 @@ class Pipeline:
         return batches
 
     def poll(self) -> Batch | None:
-        """Return a batch if one is buffered."""
+        """Return a batch if one is buffered, otherwise None."""
         return self.next() if self.depth > 0 else None
 
     def warm(self, batches: int | Literal["auto"], timeout_s: float) -> tuple[int, int]:
-        """Wait until batches are buffered. Return how many were asked for, and how many are."""
+        """Wait until batches are buffered. Return the requested and the buffered number."""
         assert self._queue is not None
         if batches != "auto":
             return batches, self._queue.fill(batches, timeout_s)
@@ -140,7 +140,7 @@ class Pipeline:
 
     @property
     def depth(self) -> int:
-        """Batches that are buffered."""
+        """The number of buffered batches."""
         return self._queue.depth if self._queue is not None else 0
 
     def _watch_depth(self, queue: PrefetchQueue[Batch]) -> None:
@@ -156,17 +156,17 @@ class Pipeline:
             )
 
     def totals(self) -> dict[str, int]:
-        """Return what was read into the stream, and workers that were replaced."""
+        """Return counters of the data read into the stream, and of replaced workers."""
         return self._producer.totals() | {"worker_restarts": self._pool.restarts}
 
     def bad(self) -> dict[str, int]:
         """Return the number of rejected records by reason."""
         return self._producer.bad()
 
-    # For telemetry, on any thread
+    # For telemetry, called on any thread
 
     def gauges(self) -> dict[str, Any]:
-        """Return the depths of the queues, and where fetches spend their time."""
+        """Return queue depths, the timing of fetches, lane balance and shuffle quality."""
         gauges = self._producer.gauges()
         depth, capacity = self.queue()
         queues = {"batches": {"depth": depth, "capacity": capacity}}
@@ -186,11 +186,11 @@ class Pipeline:
         return shuffle_quality(self._origin.spans(), chunks, self._run.shard.mod)
 
     def queue(self) -> tuple[int, int]:
-        """Return how many batches are buffered, and how many may be."""
+        """Return the depth and the capacity of the queue."""
         return (self.depth, self._queue.capacity) if self._queue is not None else (0, 0)
 
     def known(self) -> Known:
-        """Return what a verdict takes into account."""
+        """Return the facts that a verdict depends on."""
         gauges = self._producer.gauges()
         times = gauges.get("fetch") or {}
         spent_s = sum(times.get(f"{part}_s", 0.0) for part in ("connect", "first_byte", "body"))
@@ -210,30 +210,30 @@ class Pipeline:
     # Autotune
 
     def tuner(self, telemetry: Telemetry) -> Autotune:
-        """Return what changes workers, requests, read-ahead and queue while this runs."""
+        """Return the tuner of workers, requests, read-ahead and queue for this run."""
         if self._queue is None:
             return Autotune([], telemetry)
         lanes = getattr(self._producer, "lanes", None)
         knobs = pipeline_knobs(self._pool, self._queue, lanes, self._run, self._cores)
         return Autotune(knobs, telemetry)
 
-    # The end
+    # Shutdown
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Stop and join every thread, close every file. Safe to call again and from any thread.
+        """Stop and join all threads, and close all files. Safe to call again, from any thread.
 
         Return False if a thread was still busy after the timeout; it exits after its current task.
         """
         if os.getpid() != self._pid:
-            return True  # a forked child has none of the threads, and the files are its parent's
+            return True  # a forked child has none of the threads, and its parent owns the files
         if self._queue is not None:
             self._queue.stop()
         self._pool.stop()
         self._producer.stop()
         self._work.stop()
         if threading.current_thread().name.startswith(OWN_THREADS):
-            # Garbage collection on one of our own threads, which cannot wait for itself. All of
-            # them exit on their own now.
+            # Garbage collection runs on one of these threads, which cannot join itself. All of
+            # them exit without a join.
             return False
         deadline = time.monotonic() + timeout_s
         joined = self._pool.join(timeout_s)

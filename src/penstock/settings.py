@@ -1,9 +1,10 @@
-"""Settings: from the command line, the environment and a file to a dataset and a run.
+"""Read settings from the command line, the environment and a file; build a dataset and a run.
 
-Precedence: command line > environment > file > default. A preset ranks just below what its own
-source sets explicitly. The settings are the options of `LoaderOptions` that can be written as text,
-two of `RemoteOptions`, and the three below; names used by other projects are aliases. The table
-[data] of a file describes a dataset. `resolve_options` fills in what data, rank and machine decide.
+Precedence: command line > environment > file > default. A preset ranks just below the explicit
+settings of its own source. The settings are the options of `LoaderOptions` that can be written as
+text, two of `RemoteOptions`, and the three of `RunSettings`. Names used by other projects are
+aliases. The [data] table of a file describes a dataset. `resolve_options` adds the defaults that
+depend on data, rank and machine.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ ALIASES = {
     "num_epochs": "epochs",
 }
 NSA_FWE = ("prefetch", "doc_batch", "report_docs", "warmup_batches", "warmup_timeout")
-"""Settings that the environment may also set under NSA_FWE_ and their names."""
+"""Settings that the environment may also set as NSA_FWE_ and the upper-case name."""
 TABLES = ("loader", "training", "data", "train", "preset")
-"""What Penstock reads of a file; `penstock train` reads [train]. Other tables are ignored."""
+"""The top-level keys to read from a file; `penstock train` reads [train]. Others are ignored."""
 DEFAULT_FILE = "penstock.toml"
 
 
@@ -59,7 +60,7 @@ DEFAULT_FILE = "penstock.toml"
 class RunSettings:
     """Settings that are not an option of the loader or of a dataset.
 
-    prefetch: Off: the synchronous path (n_workers=0). The same batches, each made inside `next()`.
+    prefetch: If off, `next()` makes each batch itself (n_workers=0). The batches are the same.
     learning_rate: For the trainer; the loader ignores it.
     preset: n_workers and prefetch_size by name.
     """
@@ -70,7 +71,7 @@ class RunSettings:
 
 
 TEXT_SETTINGS = ("doc_batch", "report_docs")
-"""Options of `RemoteOptions` that are settings of a run."""
+"""Options of `RemoteOptions` that are also settings."""
 NOT_SETTINGS = ("shard", "preprocess", "collate", "device_preprocess")
 """Loader arguments that cannot be written as text."""
 
@@ -80,30 +81,30 @@ SETTINGS: dict[str, Option] = {
     **options_of(RunSettings),
 }
 NAMES = {**{name: name for name in SETTINGS}, **ALIASES}
-"""The setting that each name means, in files and on the command line."""
+"""The setting for each name in files and on the command line."""
 VARIABLES = {f"PENSTOCK_{key.upper()}": name for key, name in NAMES.items()}
 VARIABLES |= {f"NSA_FWE_{name.upper()}": name for name in NSA_FWE} | {"NSA_FWE_Q": "prefetch_size"}
-"""The same for the environment."""
+"""The setting for each environment variable."""
 
 
 class RawSetting(NamedTuple):
-    """A value, and where it was written."""
+    """A value and its source."""
 
     value: Any
     where: str
-    """Its source and its name there, such as "environment NSA_FWE_Q"."""
+    """The source and the name used there, such as "environment NSA_FWE_Q"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Checked settings, and where each value came from."""
+    """Checked settings, with the source of each value."""
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
     """"command line --x", "environment X", "file x.toml [loader] x", "preset x" or "default"."""
     file: Path | None
     file_from: str
-    """Why this file: "given", "PENSTOCK_CONFIG", "found", or "" without a file."""
+    """How the file was chosen: "given", "PENSTOCK_CONFIG", "found", or "" without a file."""
     data: DatasetConfig | None
     """The dataset that the file describes."""
 
@@ -111,7 +112,7 @@ class Settings:
         return self.values[name]
 
     def loader_arguments(self, batch_size: int | None = None) -> dict[str, Any]:
-        """Return keyword arguments of `AsyncDataLoader`; `batch_size` is used if none is set."""
+        """Return the arguments of `AsyncDataLoader`. `batch_size` applies if none is set."""
         arguments = {name: self[name] for name in options_of(LoaderOptions) if name in SETTINGS}
         arguments["batch_size"] = self["batch_size"] or batch_size
         if not self["prefetch"]:
@@ -119,7 +120,7 @@ class Settings:
         return arguments
 
     def text_arguments(self) -> dict[str, Any]:
-        """Return the `RemoteOptions` of a `TextDataset` that are settings."""
+        """Return the `RemoteOptions` among the settings, for a `TextDataset`."""
         return {name: self[name] for name in TEXT_SETTINGS}
 
 
@@ -134,8 +135,8 @@ def load(
     """Read the settings from all sources.
 
     path: the file. Defaults to PENSTOCK_CONFIG, then to penstock.toml in the working directory.
-    overrides: values by setting, which rank first; None is ignored. environment: defaults to the
-    process's own. origin: what messages write before the name of an override.
+    overrides: values by setting, with the highest precedence; None is ignored. environment:
+    defaults to that of the process. origin: the prefix of an override's name in messages.
     """
     environment = config.environment() if environment is None else environment
     ours = {name for name in environment if name.startswith(("PENSTOCK_", "NSA_FWE_"))}
@@ -201,9 +202,9 @@ def read_source(
     known: Mapping[str, Option] = SETTINGS,
     into: Mapping[str, RawSetting] | None = None,
 ) -> dict[str, RawSetting]:
-    """Return what a source sets, checked, by the settings' own names; None sets nothing.
+    """Return the checked settings of a source under their canonical names; None sets nothing.
 
-    into: what the same source sets elsewhere. Two different values for one setting are an error.
+    into: settings already read from the same source. Two different values for one are an error.
     """
     read = dict(into or {})
     for key, value in written.items():
@@ -233,7 +234,7 @@ class ConfigFile:
     tables: dict[str, Any]
 
     def where(self, table: str, key: str = "") -> str:
-        """Name a place in the file."""
+        """Return a description of a place in the file, for messages."""
         return " ".join(filter(None, ["file", str(self.path), table and f"[{table}]", key]))
 
     def table(self, name: str) -> dict[str, Any] | None:
@@ -263,14 +264,14 @@ STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*')
 
 
 def without_comments(text: str) -> str:
-    """Blank out `//` comments; lines and columns stay where they are."""
+    """Blank out `//` comments, preserving lines and columns."""
     return STRING_OR_COMMENT.sub(
         lambda match: match[0] if match[0][0] == '"' else " " * len(match[0]), text
     )
 
 
 def _from_file(file: ConfigFile) -> dict[str, RawSetting]:
-    """Return the settings of [loader] and [training], and a `preset` above both."""
+    """Return the settings of [loader] and [training], and the top-level `preset`."""
     for key in file.tables.keys() - TABLES:
         if key in NAMES or get_close_matches(key, TABLES, n=1, cutoff=0.85):
             raise ConfigError(f"{file.where('', key)}: not a table; known are {', '.join(TABLES)}")
@@ -289,24 +290,24 @@ KINDS = {
     "prepared": "PreparedDataset",
     "synthetic": "SyntheticDataset",
 }
-"""What makes a dataset of each kind. Its signature has the parameters."""
+"""The constructor for each kind of dataset. Its signature has the parameters."""
 VOCABULARY_FILES = (".json", ".tiktoken", ".model")
 QUARANTINE = "quarantine:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """A dataset that a file describes, or the parts of a mixture."""
+    """A dataset described by a file, or the parts of a mixture."""
 
     kind: str
     """"text", "prepared", "tokens", "synthetic" or "mixture"."""
     where: str
     parameters: Mapping[str, Any]
     parts: Mapping[str, tuple[DatasetConfig, Any]] = field(default_factory=dict)
-    """Parts of a mixture with their weights."""
+    """The parts of a mixture, with their weights."""
 
     def build(self, text_arguments: Mapping[str, Any]) -> Any:
-        """Make the dataset. `text_arguments` are added to text datasets."""
+        """Create the dataset. Text datasets also get `text_arguments`."""
         arguments = dict(self.parameters)
         if self.kind == "text":
             arguments = merge_text(arguments, text_arguments)
@@ -323,7 +324,7 @@ class DatasetConfig:
 
 
 def merge_text(parameters: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters of a text dataset with others added, some of them to its `remote`."""
+    """Return the parameters of a text dataset, merged with more; some of them go to `remote`."""
     merged = {**parameters, **more}
     remote = {name: merged.pop(name, None) for name in ("config", *TEXT_SETTINGS)}
     given = {name: value for name, value in remote.items() if value is not None}
@@ -331,9 +332,9 @@ def merge_text(parameters: Mapping[str, Any], more: Mapping[str, Any]) -> dict[s
 
 
 def read_data(file: ConfigFile) -> DatasetConfig:
-    """Check the names in the table [data] against the datasets' parameters.
+    """Read the table [data], and check its names against the parameters of the datasets.
 
-    Paths are relative to the file's folder. Parts of a mixture inherit what fits them.
+    Paths are relative to the file's folder. Parts of a mixture inherit the parameters they accept.
     """
     shared = dict(file.table("data") or {})
     tables = shared.pop("mixture", None)
@@ -377,7 +378,7 @@ def _maker(kind: str) -> Callable[..., Any]:
 
 
 def _parameters(file: ConfigFile, name: str, kind: Any) -> Mapping[str, inspect.Parameter]:
-    """Return what a dataset of this kind takes."""
+    """Return the parameters of a dataset of this kind."""
     if kind not in KINDS:
         raise ConfigError(
             f"{file.where(name, 'kind')} = {kind!r}: must be one of {', '.join(map(repr, KINDS))}; "
@@ -394,14 +395,14 @@ def _resolve(folder: Path, key: str, value: Any) -> Any:
     if key == "on_bad_record" and str(value).startswith(QUARANTINE):
         return QUARANTINE + _beside(folder, value.removeprefix(QUARANTINE))
     if key == "tokenizer" and isinstance(value, str) and value != "byte":
-        # A Hub name may look like a path, so only an existing or an unmistakable path is one.
+        # A Hub name may look like a path, so only existing or unmistakable paths are resolved.
         is_path = value.endswith(VOCABULARY_FILES) or value.startswith((".", "~"))
         return _beside(folder, value) if is_path or (folder / value).exists() else value
     return value
 
 
 def _beside(folder: Path, value: Any) -> Any:
-    """Resolve a path against the file's folder. URLs and short names of Hub datasets stay."""
+    """Resolve a path against the file's folder. Keep URLs and short names of Hub datasets."""
     from penstock.read.listing import SHORT_NAMES
 
     if not isinstance(value, str) or not value or "://" in value:
@@ -410,16 +411,16 @@ def _beside(folder: Path, value: Any) -> Any:
     return value if value in SHORT_NAMES and not path.exists() else str(path)
 
 
-# What data, rank and machine decide
+# Defaults that depend on data, rank and machine
 
 PREFETCH_AT_FIRST = 8
-"""Where prefetch_size="auto" starts."""
+"""The initial queue size for prefetch_size="auto"."""
 DEVICE_BATCHES = 3
 """Batches on the device: the one in use and two in flight."""
 
 
 def resolve_options(given: LoaderOptions, source: Source) -> RunContext:
-    """Fill in what the data, the rank and the machine decide, and check that all of it fits."""
+    """Add the defaults that depend on data, rank and machine, and check the combination."""
     from penstock.sources.base import RunContext
 
     device = _device(given.device)
@@ -436,8 +437,8 @@ def resolve_options(given: LoaderOptions, source: Source) -> RunContext:
     queue_bytes = batches * given.batch_size * source.row_bytes()
     if queue_bytes >= given.memory_limit:
         raise ConfigError(
-            f"memory_limit={given.memory_limit}: the {batches} batches of the queue and beyond take "
-            f"{queue_bytes} bytes. Raise it, or lower prefetch_size or batch_size."
+            f"memory_limit={given.memory_limit}: the {batches} batches in the queue and in use "
+            f"take {queue_bytes} bytes. Raise it, or lower prefetch_size or batch_size."
         )
     several = shard.mod > 1 and not alone
     drop_last = several if given.drop_last is None else given.drop_last
@@ -446,7 +447,7 @@ def resolve_options(given: LoaderOptions, source: Source) -> RunContext:
             f"drop_last=False with epochs={given.epochs} on {shard.mod} ranks: their last batches "
             "would differ in number and size. Use drop_last=True."
         )
-    # If a batch's size is not known beforehand, queue and read-ahead get half each.
+    # If the size of a batch is unknown, queue and read-ahead get half each.
     queue_bytes = queue_bytes or given.memory_limit // 2
     return RunContext(
         shuffle=source.shuffles if given.shuffle is None else given.shuffle,

@@ -1,16 +1,16 @@
-"""The state of a stream: what it holds, how it is checked, how ranks' states are combined.
+"""The state of a stream: its format, its checks, and how states of ranks are combined.
 
     penstock   version of this format
-    row batch  global rows dealt, and the number of the next batch
-    first      the epoch at which this pass began
+    row batch  global rows returned, and the number of the next batch
+    first      the first epoch of this pass
     lanes at   the number of lanes, and the position of each of this rank's lanes;
                no positions for map-style data, where the row is enough
     stream data tokenizer skip
-               what the stream is a function of; a difference is refused and named
-    weights    for mixtures: from which row on which weights hold
+               everything that determines the stream; a difference raises and is named
+    weights    for mixtures: pairs of a row and the weights from that row on
     source     for iterables of samples: their own position
 
-JSON: integers, strings, no pickle. Under 1 KB a lane.
+JSON: integers, strings, no pickle. Under 1 KB per lane.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.types import Address, LanePosition, Shard, StreamPosition, is_coun
 
 VERSION = 2
 MOST_LANES = 1 << 20
-"""More are refused as damage: checking a state takes time in proportion to its lanes."""
+"""A state with more lanes is rejected as damaged: checking it takes time for each lane."""
 COUNTS = ("row", "batch", "first", "lanes")
 TABLES = {"data": "the data", "tokenizer": "the tokenizer", "stream": "settings"}
-"""What the stream is a function of, and its names in messages."""
+"""The fields that determine the stream, with their names in messages."""
 Weights = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -80,7 +80,7 @@ class State:
         )
 
     def for_lanes(self, lanes: Sequence[int]) -> State:
-        """Return the part of a rank that reads these lanes."""
+        """Return the state of a rank that reads these lanes."""
         missing = [lane for lane in lanes if lane not in self.lane_positions]
         if missing:
             raise StateError(
@@ -93,19 +93,19 @@ class State:
         """Raise if the state belongs to another stream, and name what differs."""
         for table, what in TABLES.items():
             saved, now = getattr(self, table), getattr(current, table)
-            # A damaged state may have keys of any type. The name of a vocabulary may differ.
+            # A damaged state may have keys of any type. A vocabulary's name may differ.
             keys = sorted({*saved, *now} - ({"name"} if table == "tokenizer" else set()), key=str)
             differ = [k for k in keys if saved.get(k) != now.get(k)]
             if differ:
                 pairs = ", ".join(f"{k} was {saved.get(k)!r}, is {now.get(k)!r}" for k in differ)
                 raise StateError(
-                    f"{what} changed since the state was saved: {pairs}. Restore what it was, or "
-                    "start a new run."
+                    f"{what} changed since the state was saved: {pairs}. Restore the saved value, "
+                    "or start a new run."
                 )
 
 
 def check_lanes(lanes: int, world: int, error: type[ConfigError | StateError]) -> None:
-    """Raise if this number of ranks cannot share the lanes, and name the numbers that can."""
+    """Raise if the ranks cannot share the lanes evenly, naming the world sizes that can."""
     if lanes % world:
         sizes = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
         raise error(
@@ -115,15 +115,15 @@ def check_lanes(lanes: int, world: int, error: type[ConfigError | StateError]) -
 
 
 def parse(value: Any) -> State:
-    """Parse what `state_dict()` returned, or a list of the states of all ranks."""
+    """Parse a result of `state_dict()`, or a list of the states of all ranks."""
     states = [_parse_one(each) for each in (value if isinstance(value, list | tuple) else [value])]
     if not states:
-        raise StateError("the list of states is empty: give the state of each rank")
+        raise StateError("the list of states is empty: pass the state of each rank")
     alike = replace(states[0], lane_positions={})
     if any(replace(state, lane_positions={}) != alike for state in states):
         raise StateError(
-            "the states of the ranks were not taken at the same batch of the same run: their batches "
-            f"are {[state.batch for state in states]}. Load states of one save."
+            "the states of the ranks were not taken at the same batch of the same run: their "
+            f"batches are {[state.batch for state in states]}. Load the states of one checkpoint."
         )
     positions = {lane: at for state in states for lane, at in state.lane_positions.items()}
     return replace(alike, lane_positions=positions)
@@ -136,10 +136,10 @@ def gather(state: dict[str, Any], shard: Shard) -> dict[str, Any]:
     distributed = torch_distributed()
     if distributed is None:
         raise ConfigError(
-            f"the states of {shard.mod} ranks are gathered with torch.distributed, which is not "
-            "initialised. Call init_process_group first, or save each rank's state_dict() by itself."
+            f"gathering the states of {shard.mod} ranks needs torch.distributed, which is "
+            "not initialised. Call init_process_group first, or save each rank's state_dict()."
         )
-    # Ranks that read the same part, as in tensor parallelism, have the same state.
+    # Ranks that read the same shard, as in tensor parallelism, have the same state.
     states: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(states, state)
     return parse(states).to_dict()

@@ -1,8 +1,8 @@
-"""A loader as a PyTorch dataset, and as an iterable for trainers of other libraries.
+"""Adapters of a loader for PyTorch's DataLoader, transformers, Accelerate and Lightning.
 
-`TorchDataset` yields rows, or finished batches. `AllRanks`, `TrainerMixin` and `lightning_callback`
-save the state of all ranks in the checkpoints of other libraries. A state is a string and a number:
-`torch.distributed.checkpoint` takes tables apart and loads only the keys that a fresh object has too.
+`TorchDataset` yields rows or whole batches. `AllRanks`, `TrainerMixin` and `lightning_callback`
+save the state of all ranks in the checkpoints of other libraries. A state is a string and a number,
+because `torch.distributed.checkpoint` flattens tables and loads only keys that a new object has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "penstock.json"
 OF_BATCH = ("cu_seqlens", "max_seqlen")
-"""Fields of a batch that are not cut into rows."""
+"""Fields that belong to a whole batch and not to its rows."""
 NO_WORKERS = (
     "a DataLoader with num_workers > 0 would copy the loader into each of its workers. Use "
     "num_workers=0: batches are prepared in the background anyway (n_workers=… of AsyncDataLoader)"
@@ -36,23 +36,23 @@ NO_WORKERS = (
 
 
 class TorchDataset(IterableDataset[dict[str, Any]]):
-    """The rows of a loader, for `DataLoader(dataset, batch_size=8)`; or its finished batches.
+    """The rows of a loader, for `DataLoader(dataset, batch_size=8)`; or its whole batches.
 
     A row is a dict of the batch's fields: `input_ids` and `labels` (not shifted, as transformers
-    expects), or the fields of your own samples. A `for` starts or continues a pass as one over the
-    loader does.
+    expects), or the fields of your own samples. A `for` starts or continues a pass, as with the
+    loader.
     """
 
     def __init__(self, loader: AsyncDataLoader, *, batched: bool = False) -> None:
         self.loader, self.batched = loader, batched
         self._before: Callable[[], dict[str, Any]] = loader.state_dict
         self._handed = 0
-        """The state before the batch whose rows are handed out, and how many of them were."""
+        """The state before the current batch, and the number of its rows already returned."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if get_worker_info() is not None:
             raise ConfigError(NO_WORKERS)
-        # Generators: some libraries call `iter` only to ask for a state, which must start nothing.
+        # Generators, because some libraries call `iter` only for a state, which must start nothing.
         return self._batches() if self.batched else self._rows()
 
     def _batches(self) -> Iterator[dict[str, Any]]:
@@ -60,7 +60,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         loader = self.loader
-        if self._handed and loader._begun:  # the last `for` ended in the middle of a batch
+        if self._handed and loader._begun:  # the last `for` ended within a batch
             if loader._options.epochs is None:
                 loader.load_state_dict(self._before())
             else:
@@ -71,17 +71,17 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             fields = {name: value for name, value in batch.items() if name not in OF_BATCH}
             rows = _length(batch, fields)
             for row in range(min(self._handed, rows), rows):
-                # The loader's own state follows the last row: it has weights that were set since.
+                # After the last row, the loader's own state: it includes weights set since.
                 last = row == rows - 1
                 self._handed = 0 if last else row + 1
                 self._before = loader.state_dict if last else before
                 yield {name: value[row] for name, value in fields.items()}
             before = batch.state_maker()
-            if self._handed:  # it was loaded, and is this whole batch or more
+            if self._handed:  # a loaded count covers this whole batch or more
                 self._handed, self._before = self._handed - rows, before
 
     def __bool__(self) -> bool:
-        return True  # also without a len()
+        return True  # even if len() raises
 
     def __len__(self) -> int:
         return len(self.loader) if self.batched else self.loader._rows_of_pass()
@@ -92,7 +92,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Raise on several ranks: only a DataLoader that Accelerate prepared calls this.
 
-        It gives the rows of one rank to all, or keeps every n-th: most data would never be seen.
+        It gives the rows of one rank to all ranks, or keeps every n-th row, which skips most data.
         """
         shard = self.loader._options.shard
         if shard.mod > 1:
@@ -103,7 +103,7 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last row handed out: this rank's lanes; see `AllRanks`."""
+        """Return the state after the last row returned, with this rank's lanes; see `AllRanks`."""
         return self._packed(self._before())
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -111,12 +111,12 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
         return self._packed(gather(self._before(), self.loader._options.shard))
 
     def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
-        # Rows are counted over all ranks, so that their number may change.
+        # Rows are counted over all ranks, so that the number of ranks may change.
         rows = self._handed * self.loader._options.shard.mod
         return {"loader": json.dumps(state), "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state was taken: of this, of `AllRanks`, or of the loader."""
+        """Resume from a state of this dataset, of `AllRanks` or of the loader."""
         world, rows = self.loader._options.shard.mod, state.get("rows", 0)
         try:
             inner: Any = json.loads(state["loader"]) if "loader" in state else state
@@ -125,8 +125,8 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
             raise StateError(f"not the state of a Penstock dataset: {state!r:.80}") from None
         if left or (rows and self.batched):
             raise StateError(
-                f"the state is {rows} rows into a batch: {world} ranks cannot continue there, nor can "
-                "batched=True. Save after a whole batch of the loader, or resume as it was saved."
+                f"the state is {rows} rows into a batch: {world} ranks cannot resume there, nor "
+                "can batched=True. Save after a whole batch, or resume with the same setup."
             )
         self.loader.load_state_dict(inner)
         self._handed = handed
@@ -134,17 +134,17 @@ class TorchDataset(IterableDataset[dict[str, Any]]):
 
 
 class FinishedBatch(dict[str, Any]):
-    """The fields of a batch. Refuses to be batched again by a DataLoader with a batch_size.
+    """The fields of a batch. Raises if a DataLoader with a batch_size batches it again.
 
-    torch's `default_collate` keeps the type of a mapping: it updates a copy with stacked fields.
+    torch's `default_collate` keeps the type of a mapping and updates a copy with stacked fields.
     """
 
     def update(self, fields: Any = (), /, **more: Any) -> None:
-        """Replace fields, but not by stacks of them."""
+        """Replace fields. Raise if the new ones are stacks."""
         new = dict(fields, **more)
         if any(_dimensions(new[name]) > _dimensions(self[name]) for name in new.keys() & self):
             raise ConfigError(
-                "these are finished batches, and a DataLoader with a batch_size would batch them "
+                "these are whole batches, and a DataLoader with a batch_size would batch them "
                 "again. Use batch_size=None, or as_torch_dataset() without batched=True."
             )
         super().update(new)
@@ -155,7 +155,7 @@ def _dimensions(value: Any) -> int:
 
 
 def _length(batch: Batch, fields: Mapping[str, Any]) -> int:
-    """Return how many rows the fields of a batch have, or raise if they cannot be cut into rows."""
+    """Return the number of rows in a batch. Raise if its fields cannot be cut into rows."""
     cut = batch.data is None or isinstance(batch.data, Mapping)
     sizes = {len(v) if isinstance(v, list) or _dimensions(v) else 0 for v in fields.values()}
     if not cut or len(sizes) != 1 or 0 in sizes:
@@ -167,21 +167,21 @@ def _length(batch: Batch, fields: Mapping[str, Any]) -> int:
 
 
 def _require_rank(loader: AsyncDataLoader, world: int, rank: int) -> None:
-    """Refuse a loader that was made before this process knew its rank."""
+    """Raise if the loader was created before this process knew its rank."""
     options = loader._options
     if not options.alone and (options.shard.mod, options.shard.rem) != (world, rank):
         raise ConfigError(
             f"this is rank {rank} of {world}, but its loader reads part {options.shard.rem} of "
-            f"{options.shard.mod}: it was made before the ranks were known. Start with torchrun, "
-            "make the loader after init_process_group, or give shard=…"
+            f"{options.shard.mod}: it was created before the ranks were known. Start with "
+            "torchrun, create the loader after init_process_group, or pass shard=…"
         )
 
 
 class AllRanks:
     """The states of all ranks as one, for checkpoints that one rank writes or other ranks read.
 
-    All ranks must call `state_dict` at the same time: it is a collective. It loads on any number of
-    ranks that divides the lanes.
+    `state_dict` is a collective: all ranks must call it. The state loads on any number of ranks
+    that divides the lanes.
     """
 
     def __init__(self, stream: AsyncDataLoader | TorchDataset) -> None:
@@ -194,15 +194,15 @@ class AllRanks:
         return self._dataset.full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the states were taken."""
+        """Resume from the states of all ranks."""
         self._dataset.load_state_dict(state)
 
 
 class TrainerMixin:
     """For `transformers.Trainer`: `class MyTrainer(TrainerMixin, Trainer)`, with a `TorchDataset`.
 
-    Each rank trains on its own rows. Each checkpoint gets the state of all ranks, and
-    `train(resume_from_checkpoint=…)` continues with the row after it.
+    Each rank trains on its own rows. Each checkpoint includes the state of all ranks, and
+    `train(resume_from_checkpoint=…)` resumes at the next row.
     """
 
     args: Any
@@ -215,28 +215,28 @@ class TrainerMixin:
             self.add_callback(_saver(self.train_dataset))  # type: ignore[attr-defined]
 
     def get_train_dataloader(self) -> Any:
-        """Return the stream as it is; Accelerate would split it among ranks."""
+        """Return the stream without Accelerate, which would split it among ranks."""
         if isinstance(self.train_dataset, TorchDataset):
             return self._dataloader(self.train_dataset, self.args.train_batch_size)
         return super().get_train_dataloader()  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the stream for evaluation as it is."""
+        """Return the evaluation stream without Accelerate."""
         dataset = getattr(self, "eval_dataset", None) if eval_dataset is None else eval_dataset
         if isinstance(dataset, TorchDataset):
             return self._dataloader(dataset, self.args.eval_batch_size)
         return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def _dataloader(self, dataset: TorchDataset, batch_size: int) -> Any:
-        # Each `iter` of a DataLoader draws a seed. With its own generator, dropout after a resume
-        # is what it would have been.
+        # Each `iter` of a DataLoader draws a seed. With a separate generator, dropout is the same
+        # after a resume.
         generator = torch.Generator()
         if dataset.batched:
             return DataLoader(dataset, batch_size=None, generator=generator)
         return DataLoader(dataset, batch_size, collate_fn=self.data_collator, generator=generator)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, after the row of a checkpoint if one is given."""
+        """Train, resuming at the next row if a checkpoint is given."""
         dataset = self.train_dataset
         if isinstance(dataset, TorchDataset):
             _require_rank(dataset.loader, self.args.world_size, self.args.process_index)
@@ -256,7 +256,7 @@ def _saver(dataset: TorchDataset) -> Any:
     from transformers import TrainerCallback
 
     class SaveStream(TrainerCallback):  # type: ignore[misc]
-        """Saves the state beside the model."""
+        """Saves the state next to the model."""
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             saved = dataset.full_state_dict()
@@ -270,8 +270,8 @@ def _saver(dataset: TorchDataset) -> Any:
 def lightning_callback(loader: AsyncDataLoader) -> Any:
     """Return a callback for `lightning.Trainer` that keeps the state of all ranks in its checkpoints.
 
-    For `trainer.fit(model, loader)`. Without it, Lightning saves the state of rank 0 only, and if the
-    length is unknown, that of a batch which it fetched ahead.
+    For `trainer.fit(model, loader)`. Without it, Lightning saves only the state of rank 0; if the
+    length is unknown, that of a batch it fetched ahead.
     """
     from lightning.pytorch import Callback
 
@@ -296,7 +296,7 @@ def lightning_callback(loader: AsyncDataLoader) -> Any:
             self._trained = batch.state_maker()
 
         def state_dict(self) -> dict[str, Any]:
-            # If nothing was fetched ahead, the loader's own: it has weights that were set meanwhile.
+            # If nothing was fetched ahead, the loader's own state: it includes weights set since.
             state = loader.state_dict()
             trained = state if self._trained is None else self._trained()
             ahead = trained["batch"] != state["batch"]
@@ -306,7 +306,7 @@ def lightning_callback(loader: AsyncDataLoader) -> Any:
             loader.load_state_dict(state_dict)
 
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-            # What Lightning saved of the loader by itself would be loaded after this.
+            # Otherwise Lightning would then load the loader state that it saved itself.
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
     return StreamState()

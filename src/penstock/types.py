@@ -1,8 +1,7 @@
-"""The plain values that the rest of the package passes around: addresses, chunks, positions.
+"""Plain value types shared by the whole package: addresses, chunks, positions.
 
-Addresses (`FileRef`, `ChunkRef`, `Address`) say where data is and never hold any. `Documents` and
-`TokenChunk` are what a worker makes of one address. `LanePosition` and `StreamPosition` say where
-a stream is.
+Addresses (`FileRef`, `ChunkRef`, `Address`) locate data and never hold any. Workers turn an address
+into `Documents` and a `TokenChunk`. `LanePosition` and `StreamPosition` are positions in a stream.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ GiB = 1 << 30
 
 AUTO: Literal["auto"] = "auto"
 WORD_CACHE_BYTES = 128 * MiB
-"""Memory that a tokenizer's cache of words may take by default."""
+"""Default memory limit of a tokenizer's word cache."""
 
 IGNORE = -100
-"""The target of a position that must not count in the loss; PyTorch's default `ignore_index`."""
+"""The target of a position excluded from the loss; PyTorch's default `ignore_index`."""
 
 LONGEST_STREAM = 1 << 62
-"""Rows, epochs and chunks beyond this are refused as damage of a state."""
+"""A state with a larger row, epoch or chunk is rejected as damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of the data that belongs to one reader: every `mod`-th piece, from `rem` on.
+    """The part of the data that one rank reads: every `mod`-th piece, from `rem` on.
 
-    The shards `Shard(n, 0) … Shard(n, n - 1)` are disjoint, and together they are everything.
+    The shards `Shard(n, 0) … Shard(n, n - 1)` are disjoint, and together cover the data.
     """
 
     mod: int
@@ -63,8 +62,8 @@ class Member(NamedTuple):
 
 
 def shown_address(address: str) -> str:
-    """Return an address without its secrets: a login, a signature in the query."""
-    # Not by urlsplit, which raises for malformed addresses: those are shown in errors too.
+    """Return an address without secrets, such as a login or a signature in the query."""
+    # Not urlsplit, which raises for malformed addresses, and errors show those too.
     if re.match(r"\s*https?://", address, re.IGNORECASE):
         return re.sub(r"://[^/]*@", "://", re.sub(r"[?#].*", "", address, flags=re.DOTALL))
     # Elsewhere an @ may be part of a name (abfss://container@account), and a ? or # of a path.
@@ -72,11 +71,11 @@ def shown_address(address: str) -> str:
 
 
 MODIFIED = "modified "
-"""Prefix of a modification date that stands in for an ETag."""
+"""Prefix of a modification date that replaces an ETag."""
 
 
 def version_change(before: str, now: str) -> str:
-    """Describe a change of a file's ETag, or of the date that stands in for one."""
+    """Describe a change of a file's ETag, or of the date that replaces it."""
     what = "date" if all(each.startswith(MODIFIED) for each in (before, now)) else "ETag"
     was, is_now = (each.removeprefix(MODIFIED)[:100] or "none" for each in (before, now))
     return f"its {what} was {was}, it is {is_now}"
@@ -88,7 +87,7 @@ class FileRef:
 
     path: str
     name: str
-    """Its path below the listed folder. It survives a move, so it identifies the file in states."""
+    """Its path below the listed folder. States identify the file by it, so the folder may move."""
     size: int
     format: Format
     codec: Codec = ""
@@ -106,7 +105,7 @@ class FileRef:
 
     @property
     def sequential(self) -> bool:
-        """True if the file can only be read in order: its end is known once it was read."""
+        """True if the file can only be read in order: its end is unknown until it is reached."""
         return self.codec != "" and self.format != "parquet"
 
 
@@ -118,11 +117,11 @@ class ChunkRef:
     index: int
     """The row group, or the number of the byte range."""
     nbytes: int
-    """About how much text it holds. Used for read-ahead and windows, never for content."""
+    """Approximate bytes of text, for read-ahead and windows. Does not affect the content."""
     part: int = 0
     parts: int = 1
     span: int = 1
-    """A chunk may be split by rows: this covers the parts [part, part + span) of `parts`."""
+    """A chunk may be split by rows: this one covers the parts [part, part + span) of `parts`."""
     lane: int = 0
     """The lane that reads it. Lanes that share a compressed file each have a decompressor."""
 
@@ -132,11 +131,11 @@ class ChunkRef:
         return f"{self.file.path}, {unit} {self.index}{part}"
 
     def bounds(self, n: int) -> tuple[int, int]:
-        """Return which of the chunk's `n` rows (or bytes) belong to this part: [first, last)."""
+        """Return the range [first, last) of this part among the chunk's `n` rows or bytes."""
         return n * self.part // self.parts, n * (self.part + self.span) // self.parts
 
     def divided(self, spans: Sequence[int]) -> list[ChunkRef]:
-        """Return parts of this size relation, such as 1, 3, 4: a small first one, and the rest."""
+        """Return parts whose sizes have these proportions, such as 1, 3, 4."""
         total, out, part = sum(spans), [], 0
         for span in spans:
             at, nbytes = self.part * total + part, self.nbytes * span // total
@@ -146,7 +145,7 @@ class ChunkRef:
 
 
 class Address(NamedTuple):
-    """Where a document is: by row group and row, or by its byte offset (group is None)."""
+    """The location of a document: row group and row, or byte offset (then group is None)."""
 
     file: str
     group: int | None
@@ -162,7 +161,7 @@ class Address(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A stretch of a row that comes from one document."""
+    """A range of a row that comes from one document."""
 
     file: str
     row_group: int | None
@@ -171,9 +170,9 @@ class Span(NamedTuple):
     row: int
     """The row in its row group, or the document's number in its chunk."""
     tokens: tuple[int, int]
-    """Which of the document's own tokens (its separator included)."""
+    """The range of the document's tokens, separators included."""
     at: tuple[int, int]
-    """Which ids of the packed row of `seq_len + 1`."""
+    """The range in the packed row of `seq_len + 1` ids."""
 
     @property
     def address(self) -> Address:
@@ -184,7 +183,7 @@ class Span(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A record that was left out, and why."""
+    """A rejected record, with the reason."""
 
     address: Address
     reason: str
@@ -196,22 +195,22 @@ class Documents:
     """The texts of a chunk and the address of each one."""
 
     texts: pa.Array
-    """large_string without nulls; a document that was left out is an empty string."""
+    """large_string without nulls; an omitted document is an empty string."""
     rows: np.ndarray[Any, np.dtype[np.int64]]
     """The row in the row group, or the byte offset, of each text."""
     last: bool = False
-    """For sequential files: nothing follows in this file."""
+    """For sequential files: True for the last chunk of the file."""
     bad: list[Bad] = field(default_factory=list)
     empty: int = 0
     filtered: int = 0
-    """Documents that a filter or transform left out."""
+    """The number of documents that a filter or transform dropped."""
     source: Any = None
     """For iterables: their position before this chunk, as JSON."""
 
 
 @dataclass(slots=True)
 class TokenChunk:
-    """A chunk's tokens: one binary value of ids for each document, its separator included."""
+    """A chunk's tokens: one binary value of ids per document, separators included."""
 
     ref: ChunkRef
     docs: pa.LargeBinaryArray
@@ -223,7 +222,7 @@ class TokenChunk:
     filtered: int = 0
     source: Any = None
     cached: bool = False
-    """True if it comes from the token cache."""
+    """True if it was read from the token cache or a store."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -233,13 +232,13 @@ class TokenChunk:
     def of(
         cls, ref: ChunkRef, docs: pa.LargeBinaryArray, made_of: Documents, text_bytes: int = 0
     ) -> TokenChunk:
-        """Return the tokens of documents."""
+        """Return a chunk of tokens, with the metadata of the documents they were made from."""
         rest = (made_of.rows, made_of.last, made_of.bad, made_of.empty)
         return cls(ref, docs, *rest, text_bytes, made_of.filtered, made_of.source)
 
 
 class LanePosition(NamedTuple):
-    """Where one lane continues."""
+    """The position at which one lane resumes."""
 
     epoch: int = 0
     group: int = 0
@@ -248,7 +247,7 @@ class LanePosition(NamedTuple):
     """Group of files, chunk in the group, and number of the window that begins there."""
     doc: int = 0
     token: int = 0
-    """A document of the window, in shuffled order, and a token of it."""
+    """A document of the window, in shuffled order, and a token in it."""
     row: int = 0
     """Rows taken so far: of a best-fit group, of map-style data, or of a mixture."""
     source: Any = None
@@ -259,7 +258,7 @@ class LanePosition(NamedTuple):
     """For mixtures: the position in each part."""
 
     def to_list(self) -> list[Any]:
-        """Return JSON: seven integers, and what else there is."""
+        """Return a list for JSON: seven integers, then the other fields that are set."""
         rest = [self.source, list(self.counts), [part.to_list() for part in self.parts]]
         while rest and not rest[-1]:
             rest.pop()
@@ -267,7 +266,7 @@ class LanePosition(NamedTuple):
 
     @classmethod
     def from_list(cls, value: Any) -> LanePosition:
-        """Parse what `to_list` returned. Raise TypeError or ValueError if it is something else."""
+        """Parse the result of `to_list`. Raise TypeError or ValueError for anything else."""
         numbers, (source, counts, parts) = value[:7], [*value[7:], None, None, None][:3]
         counts, parts = tuple(counts or ()), tuple(map(cls.from_list, parts or ()))
         if len(numbers) != 7 or not all(map(is_count, [*numbers, *counts])):
@@ -276,16 +275,16 @@ class LanePosition(NamedTuple):
 
 
 class StreamPosition(NamedTuple):
-    """Where a rank's stream continues."""
+    """The position at which a rank's stream resumes."""
 
     row: int
-    """Global rows dealt, over all ranks."""
+    """The number of rows returned, over all ranks."""
     batch: int
     """The number of the next batch."""
     lanes: tuple[LanePosition, ...] = ()
-    """One for each of the rank's lanes; none for map-style data, where `row` is enough."""
+    """The position of each lane of the rank; none for map-style data, where `row` is enough."""
     source: Any = None
-    """For an iterable of samples: its own position."""
+    """For an iterable of samples: its position."""
 
 
 def is_count(value: Any) -> bool:

@@ -94,7 +94,7 @@ def test_a_rank_that_hangs_is_given_up_and_other_groups_still_work(
 ) -> None:
     assert said[0]["hangs"].startswith(
         "PeerFailed: rank 0 of 2 could not reach the other ranks within 2 s: "
-        "one of them has ended or hangs"
+        "one of them has exited or hangs"
     )
     assert said[0]["after"] == said[1]["after"] == [[0], [1]]
 

@@ -285,7 +285,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_a_resume_is_exact(
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
     assert re.search(
-        r"^penstock: .*rank 0 of 2 .*one of them has ended or hangs", done.stderr, re.MULTILINE
+        r"^penstock: .*rank 0 of 2 .*one of them has exited or hangs", done.stderr, re.MULTILINE
     ), done.stderr
     assert stopped_at[1] == 4
     whole, resumed = two["ddp"], succeeded(again, "after SIGKILL")[0]

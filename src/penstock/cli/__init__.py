@@ -1,4 +1,4 @@
-"""The command line: one thin module for each command.
+"""The command line: one thin module per command.
 
-Modules parse arguments and print results; the work is done by the packages they call.
+Modules parse arguments and print results; other packages do the work.
 """

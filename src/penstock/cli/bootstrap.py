@@ -1,4 +1,4 @@
-"""`penstock bootstrap`: a local file of text, from which a run can start at once."""
+"""`penstock bootstrap`: write a local file of text, so that a run can start at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BootstrapOptions:
 
     urls: hf://…, s3://…, https://…, a short name or a path. Defaults to fineweb_edu.
     out: The .jsonl file to write.
-    bytes: Size to write: 5GB, 100MiB, a number.
+    bytes: Size to write, such as 5GB, 100MiB or a number.
     card_config: A configuration from the dataset's card on the Hub.
     text_field: Column or field with the text.
     refresh: Extend a finished file to this size.
@@ -40,7 +40,7 @@ class BootstrapOptions:
 def bootstrap(given: BootstrapOptions) -> None:
     """Write the first bytes of a source's text to a local file.
 
-    If it is killed, run it again: it continues and ends with the same bytes. Exit code 1: an error.
+    After a kill, run it again: it continues and ends with the same bytes. Exit code 1: an error.
     """
     from penstock.tools.bootstrap import bootstrap as write
     from penstock.tools.bootstrap import check_name
@@ -60,7 +60,7 @@ def bootstrap(given: BootstrapOptions) -> None:
 
 
 def _detach(out: Path) -> bool:
-    """Continue in a child process that outlives this one and its terminal. Return False there."""
+    """Continue in a child process that outlives this terminal. Return False in the child."""
     log = Path(f"{out}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     pid = os.fork()

@@ -37,7 +37,7 @@ class Folder:
     json: bool = False
 
     def print(self, text: str, **values: Any) -> None:
-        """Print a text, or values for programs."""
+        """Print a text, or values as JSON."""
         print_json(values) if self.json else print(text)
 
     def open(self) -> TokenStore:
@@ -56,7 +56,7 @@ class Folder:
 class VerifyOptions:
     """Options of `penstock cache verify`.
 
-    delete: Remove what is damaged.
+    delete: Remove damaged entries.
     """
 
     _: KW_ONLY
@@ -67,9 +67,9 @@ class VerifyOptions:
 class ClearOptions:
     """Options of `penstock cache clear`.
 
-    older_than: Only what was not used for this many days: 7d.
-    all: Also what is known of remote files.
-    yes: Do not ask.
+    older_than: Only entries that were not used for this many days, such as 7d.
+    all: Also remove the metadata of remote files.
+    yes: Do not ask for confirmation.
     """
 
     _: KW_ONLY
@@ -81,7 +81,7 @@ class ClearOptions:
 @cache.command()
 @command
 def info(folder: Folder) -> None:
-    """Show how much there is, and when it was used last."""
+    """Show the number and size of entries, and the time of last use."""
     store = folder.open()
     found = list(store.list())
     total, used = sum(entry.size for entry in found), max((e.used for e in found), default=0.0)
@@ -93,9 +93,9 @@ def info(folder: Folder) -> None:
 @cache.command()
 @command
 def verify(folder: Folder, given: VerifyOptions) -> int:
-    """Read everything and compare checksums.
+    """Read all entries and verify their checksums.
 
-    Exit code 1: there is damage that was not deleted.
+    Exit code 1: there are damaged entries that were not deleted.
     """
     from penstock.prepare.manifest import missing_entries
 
@@ -113,8 +113,8 @@ def verify(folder: Folder, given: VerifyOptions) -> int:
 def clear(folder: Folder, given: ClearOptions) -> int:
     """Remove token chunks.
 
-    A run that uses them continues, and makes them again when it needs them. Exit code 2: there is no
-    terminal to ask on, and no --yes.
+    A running run continues, and makes them again when needed. Exit code 2: confirmation needs a
+    terminal, or --yes.
     """
     before = time.time() - DAY * float(given.older_than.removesuffix("d"))
     store = folder.open()
@@ -128,9 +128,9 @@ def clear(folder: Folder, given: ClearOptions) -> int:
             return 2
         typer.confirm(question, abort=True)
     if going:
-        # A corpus without some of its entries is unfinished: its manifest goes first.
+        # A corpus with missing entries is unfinished, so its manifest is removed first.
         store.remove(["manifest.json", "entries.arrow", *(entry.name for entry in going)])
-    metadata = Path(store.place).parent / "metadata"  # what is known of remote files
+    metadata = Path(store.place).parent / "metadata"  # metadata of remote files
     if given.all and metadata.is_dir():
         shutil.rmtree(metadata)
     text = f"{store.place}: removed {what}"

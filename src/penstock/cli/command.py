@@ -1,7 +1,7 @@
-"""Make commands of functions whose parameters are options classes, and report on their work.
+"""Turn functions whose parameters are options classes into commands; show progress.
 
 Positional fields of the classes (see `penstock.options`) become arguments, keyword-only fields
-options. Types, bounds, defaults and help are those of the fields.
+options. Types, bounds, defaults and help come from the fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.options import Option, options_of
 from penstock.train.options import flag
 
 LINE_EVERY_S = 10.0
-"""Time between two lines of progress without a terminal."""
+"""Interval of progress lines without a terminal."""
 NAMES = {
     "batch": ("--batch", "--batch-size"),
     "card_config": ("--dataset-config", "--config"),
@@ -37,12 +37,12 @@ NAMES = {
     "quiet": ("--quiet", "-q"),
     "yes": ("--yes", "-y"),
 }
-"""Options whose names do not follow from their fields."""
+"""Options whose names are not derived from their fields."""
 METAVARS: dict[Any, str] = {int: "N", float: "N", Path: "PATH"}
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
-    """Return a command for typer. `function` takes options objects and returns an exit code."""
+    """Return a typer command for a function of options objects that returns an exit code."""
     classes = typing.get_type_hints(function)
     del classes["return"]
 
@@ -57,7 +57,7 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def declare(run: Callable[..., None], *classes: Any) -> None:
-    """Give a function of keyword arguments the options of classes, for typer. Values are texts."""
+    """Add the options of classes to a function of keyword arguments, for typer. Values are text."""
     parameters = [
         _parameter(each, options_of(cls)[each.name]) for cls in classes for each in fields(cls)
     ]
@@ -99,14 +99,14 @@ def _read(cls: Any, given: dict[str, Any]) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """Print a value for programs."""
+    """Print a value as JSON."""
     print(json.dumps(value, indent=2, default=str))
 
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """Give a function that shows what is done, of how much, and a text beside it: as a bar on a
-    terminal, else as a line every ten seconds."""
+    """Yield a function that shows progress (done, total, text): as a bar on a terminal, else as a
+    line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -127,7 +127,7 @@ def progress(quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def hidden_log() -> Iterator[list[logging.LogRecord]]:
-    """Collect the loader's messages instead of showing them, so that a failure is one line."""
+    """Collect log messages instead of showing them, so that a failure prints one line."""
     log, handler = logging.getLogger("penstock"), BufferingHandler(10_000)
     level, propagate = log.level, log.propagate
     log.addHandler(handler)

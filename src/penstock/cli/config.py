@@ -1,4 +1,4 @@
-"""`penstock config`: the settings that apply here, and where each one came from."""
+"""`penstock config`: show the effective settings and their sources."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ class ConfigOptions:
 
 
 def config(given: ConfigOptions, chosen: SettingsOptions) -> None:
-    """Show each setting, its value, and where the value came from.
+    """Show each setting with its value and source.
 
-    Exit code 1: a setting is invalid; the message says which, where it is written, and what would
-    be valid.
+    Exit code 1: a setting is invalid; the message names it, its source and the valid values.
     """
     settings = chosen.load(given.file)
     file, data = settings.file, settings.data
@@ -60,7 +59,7 @@ def config(given: ConfigOptions, chosen: SettingsOptions) -> None:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value without the secrets in its addresses: it may be pasted into an issue."""
+    """Return a value without the secrets in its addresses, so that the output can be shared."""
     if isinstance(value, str):
         return shown_address(value)
     if isinstance(value, Mapping):
@@ -71,7 +70,7 @@ def _shown(value: Any) -> Any:
 
 
 def _rows(data: DatasetConfig, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the data, one row a parameter."""
+    """Yield the data, one row per parameter."""
     yield f"{name}.kind", data.kind, data.where
     for key, value in _shown(data.parameters).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""`penstock demo`: a real training run on text that every machine has, killed and resumed."""
+"""`penstock demo`: train on text that every machine has, kill the run and resume it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class DemoOptions:
 def demo(given: DemoOptions) -> int:
     """Train a small GPT, kill it, resume it, and show its report.
 
-    The text is Python's own standard library. Exit code 0: the loss fell, and the steps that ran
-    twice had the same losses. 1: they had not, or an error.
+    The text is Python's standard library. Exit code 0: the loss fell, and the steps that ran twice
+    had the same losses. 1: otherwise, or after an error.
     """
     steps, folder = given.steps, given.out
     _clear(folder)
@@ -54,7 +54,7 @@ def demo(given: DemoOptions) -> int:
     print(f"{steps} steps on Python's own library and manual, with a vocabulary trained on them")
     print(f"a checkpoint every {every} steps, and kill -9 after step {kill_at}\n")
     if code := _run(command, folder, kill_at):
-        return code  # its own message says why
+        return code  # which has printed its error
     print(f"killed after step {kill_at}; the same command again, with --resume\n")
     return _run([*command, "--resume"], folder) or _compare(folder)
 

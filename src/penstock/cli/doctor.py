@@ -1,4 +1,4 @@
-"""`penstock doctor`: can this machine feed a run, and what limits it?"""
+"""`penstock doctor`: check that this machine can feed a run, and find the bottleneck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock health`: judge a run by its heartbeats, for people, scripts and CI."""
+"""`penstock health`: judge a run by its heartbeats, for terminals, scripts and CI."""
 
 from __future__ import annotations
 

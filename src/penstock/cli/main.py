@@ -1,4 +1,4 @@
-"""`penstock`: the commands, and how their errors are shown."""
+"""`penstock`: the list of commands, and error output."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from penstock.errors import PenstockError
 from penstock.train.options import add_implied
 
 FAILED, MISUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
-"""Exit codes. The last two are what a shell reports for Ctrl-C and for `| head -1`."""
+"""Exit codes. The last two are those of a shell for Ctrl-C and for `| head -1`."""
 CANNOT_TELL = ("doctor", "health", "smoke", "verify-resume")
-"""Commands whose exit code 1 is an answer: any error of theirs is one line and exit code 2."""
+"""Commands whose exit code 1 is a result. Their errors print one line and exit with 2."""
 
 TRAINING, BEFORE, ON_DISK, WATCHING = "Train", "Before a run", "Data on disk", "Watch a run"
 COMMANDS = [
@@ -72,8 +72,8 @@ def options(
 def app(arguments: list[str] | None = None) -> None:
     """Run the command line, and exit with its code.
 
-    Our own errors and the system's are one line and exit code 1. Any other exception is a bug, and
-    is raised.
+    Errors of Penstock and of the system print one line and exit with 1. Any other exception is a
+    bug and is raised.
     """
     given = sys.argv[1:] if arguments is None else arguments
     end = given.index("--") if "--" in given else len(given)
@@ -81,13 +81,13 @@ def app(arguments: list[str] | None = None) -> None:
     given = [word for word in given[:end] if word != "--debug"] + given[end:]
     name = next((word for word in given if not word.startswith("-")), "")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Data and file names may hold characters that the terminal's encoding lacks.
+        # Data and file names may contain characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
     try:
         given = add_implied(given) if name == "train" else given
         code = cli(given or ["--help"], prog_name="penstock", standalone_mode=False)
     except SystemExit as exit:
-        # typer exits with 1 if the reader of a pipe has gone.
+        # typer exits with 1 if the reader of a pipe has exited.
         sys.exit(BROKEN_PIPE if isinstance(exit.__context__, BrokenPipeError) else exit.code)
     except Exception as error:
         line, code = _describe(error, name)
@@ -97,18 +97,18 @@ def app(arguments: list[str] | None = None) -> None:
 
 
 def _describe(error: Exception, name: str) -> tuple[str, int]:
-    """Return the message and the exit code for an error, or raise one that is unexpected."""
+    """Return the message and the exit code for an error. Raise an unexpected one."""
     if isinstance(error, typer.Abort):
         interrupted = isinstance(error.__cause__, KeyboardInterrupt)
         return f"penstock: aborted{_notes(error.__cause__)}", INTERRUPTED if interrupted else FAILED
-    # A usage error of typer, whose class has moved between its releases.
+    # A usage error of typer, whose class differs between its releases.
     if hasattr(error, "format_message"):
         path = getattr(getattr(error, "ctx", None), "command_path", "penstock")
         text = " ".join(error.format_message().split()).rstrip(".")
         return f"{path}: {text}. See {path} --help.", MISUSED
     text = str(error)
     if isinstance(error, OSError) and not isinstance(error, PenstockError) and error.strerror:
-        name_of = error.filename2 or error.filename  # a renamed file is known by its new name
+        name_of = error.filename2 or error.filename  # for a rename, the new name
         text = f"{name_of}: {error.strerror}" if name_of else error.strerror
     elif not isinstance(error, PenstockError):
         if name not in CANNOT_TELL:
@@ -124,7 +124,7 @@ def _notes(error: BaseException | None) -> str:
 
 
 def _flush() -> None:
-    """Flush stdout; drop what cannot be written, or the interpreter would fail at its exit."""
+    """Flush stdout. If that fails, discard the output, so that the exit does not fail."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -16,7 +16,7 @@ class PrepareOptions:
     source: hf://…, s3://…, https://…, a short name or a path.
     out: A folder, or s3://…, gs://…, az://….
     tokenizer: byte, gpt2, a file or a Hub name.
-    filter: Rows to keep: 'score >= 3'. Repeated: all have to hold.
+    filter: Rows to keep, such as 'score >= 3'. If repeated, all must hold.
     text_field: Column or field with the text. Defaults to text.
     split: train or val.
     card_config: A configuration from the dataset's card on the Hub.
@@ -24,7 +24,7 @@ class PrepareOptions:
     engine: Where to run: on this machine or on a Ray cluster.
     ray_address: A Ray cluster. Defaults to RAY_ADDRESS, or this machine.
     workers: Cores to use. Defaults to all.
-    slice: Make part I of N, from 0 on, such as 0/16: for job arrays.
+    slice: Part I of N to make, from 0 on, such as 0/16, for job arrays.
     json: Print JSON.
     """
 
@@ -47,7 +47,7 @@ class PrepareOptions:
 def prepare(given: PrepareOptions) -> None:
     """Tokenize a corpus once, for PreparedDataset.
 
-    Run again, it makes what is missing. Exit code 1: an error.
+    A repeated run makes only the missing chunks. Exit code 1: an error.
     """
     from penstock.prepare import prepare as run
 

@@ -1,4 +1,4 @@
-"""`penstock report`: the heartbeats of a run as a page for the browser, or as JSON."""
+"""`penstock report`: show the heartbeats of a run as an HTML page or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock smoke`: does a run with these settings get its first batch?"""
+"""`penstock smoke`: check that a run with these settings gets its first batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SmokeOptions:
         fineweb_edu.
     local_path: File for fineweb_edu_local.
     config: The run's settings, in TOML or JSON.
-    timeout: Limit for everything in seconds, listing included.
+    timeout: Total time limit in seconds, including the listing.
     """
 
     _: KW_ONLY

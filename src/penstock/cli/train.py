@@ -31,9 +31,9 @@ class ConfigOptions:
 def train(**given: Any) -> None:
     """Train a small GPT: one process, DDP or FSDP2 under torchrun.
 
-    --resume continues from the newest checkpoint. Settings of the loader come from --config, the
-    environment and --set; `penstock config` lists them. Exit code 0: done, or stopped by SIGTERM and
-    saved. 1: an error. 130: Ctrl-C.
+    --resume continues from the newest checkpoint. Loader settings come from --config, the
+    environment and --set; `penstock config` lists them. Exit code 0: finished, or stopped by
+    SIGTERM and saved. 1: an error. 130: Ctrl-C.
     """
     from penstock.train.run import train as run
 
@@ -51,7 +51,7 @@ declare(train, ConfigOptions, SettingsOptions, TrainOptions)
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Shows the loader's messages among the run's lines, and its warnings on stderr."""
+    """Shows log messages among the lines of the run, and warnings on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from penstock.train.run import show
@@ -63,7 +63,7 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
 
 
 def main(*implied: str) -> None:
-    """Run `penstock train` for the scripts. `implied`: options that a script stands for."""
+    """Run `penstock train` for the scripts. `implied`: options that a script adds."""
     from penstock.cli.main import app
 
     app(["train", *implied, *sys.argv[1:]])

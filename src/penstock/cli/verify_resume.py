@@ -1,4 +1,4 @@
-"""`penstock verify-resume`: does a run on this data resume exactly?"""
+"""`penstock verify-resume`: check that a run on this data resumes exactly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class VerifyOptions:
 
     target: Settings of a run (run.toml), or hf://…, s3://…, a path, stdlib.
     batches: Batches to compare.
-    points: Places to resume at.
-    seed: Seed of the places.
-    lanes: Lanes. Defaults to 4.
+    points: Points to resume at.
+    seed: Seed of the points.
+    lanes: Number of lanes. Defaults to 4.
     """
 
     target: str
@@ -31,9 +31,9 @@ class VerifyOptions:
 def verify_resume(given: VerifyOptions, data: DataOptions) -> int:
     """Check that a run resumes exactly.
 
-    Resumes at random places, twice in a row, and with other numbers of workers and ranks, and
-    compares every row. Exit code 0: the stream was always the same. 1: it differed; the first
-    difference is shown. 2: the check could not run.
+    Resumes at random points, twice in a row, with other numbers of workers and ranks, and compares
+    every row. Exit code 0: the stream was always the same. 1: it differed; the first difference is
+    shown. 2: the check could not run.
     """
     from penstock.tools.verify_resume import verify_resume as verify
 

@@ -1,4 +1,4 @@
-"""`penstock watch`: show a run while it runs, on a terminal or in a log."""
+"""`penstock watch`: show a running run on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class WatchOptions:
     files: Heartbeat files, globs or folders. Defaults to artifacts/train_showcase.
     rank: Show details of this rank.
     total_tokens: Tokens at which the run ends, such as 2e9.
-    every: Seconds between updates. Defaults to 0.5, without a terminal to 10.
+    every: Seconds between updates. Defaults to 0.5, or to 10 without a terminal.
     once: Print the current state and exit.
-    until_end: Exit with the run.
-    metrics_port: Serve metrics to Prometheus on this port; 0 picks one.
+    until_end: Exit when the run ends.
+    metrics_port: Serve metrics to Prometheus on this port; 0 chooses a free one.
     metrics_addr: Address to serve on.
     """
 
@@ -42,7 +42,7 @@ def watch(given: WatchOptions) -> int:
     """Show a run live: rates, data wait, queues and events.
 
     Reads only the heartbeat files, which need not exist yet. Ctrl-C ends it.
-    Without a terminal it prints one line for each rank every ten seconds.
+    Without a terminal, it prints one line per rank every ten seconds.
     With --until-end, exit code 1 means that a rank was lost.
     """
     from rich.console import Console
@@ -57,7 +57,7 @@ def watch(given: WatchOptions) -> int:
     console = Console(highlight=False)
     terminal = sys.stdout.isatty() and not console.is_dumb_terminal
     pause_s = given.every or (0.5 if terminal else 10.0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the terminal in order
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # restores the terminal
     with ExitStack() as stack:
         server = live = None
         if given.metrics_port is not None:

@@ -1,4 +1,4 @@
-"""A batch: what the trainer gets, and where the stream continues after it."""
+"""A batch: the data for a training step, and the position of the stream after it."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ DOCUMENTS = ("position_ids", "document_ids", "cu_seqlens", "max_seqlen")
 
 
 class BatchOrigin(Protocol):
-    """Where a batch came from. It holds no ids."""
+    """The provenance of a batch. Holds no ids."""
 
     def position(self) -> StreamPosition:
-        """Return where the stream continues after the batch."""
+        """Return the position of the stream after the batch."""
 
     def spans(self) -> list[list[Span]]:
-        """Return, for each row, where its ids come from."""
+        """Return the documents that the ids of each row come from."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Batch(Mapping[str, Any]):
-    """Some rows or samples. Yours to keep and to change: no memory is reused.
+    """Rows or samples. The caller may keep and change a batch: its memory is not reused.
 
-    As a mapping it has the names that models of transformers take: `model(**batch)`. Rows of ids
-    have `input_ids` and `labels`; with `positions=True` also `position_ids`, `document_ids`,
-    `cu_seqlens` and `max_seqlen`. Samples of your own have their own fields.
+    As a mapping it has the names that transformers models take: `model(**batch)`. Rows of ids have
+    `input_ids` and `labels`; with `positions=True` also `position_ids`, `document_ids`,
+    `cu_seqlens` and `max_seqlen`. User-defined samples have their own fields.
 
-    `labels` and `targets` are two conventions. `labels` are not shifted: `labels[:, t]` is
-    `input_ids[:, t]`, and the model shifts. `targets` are shifted: `targets[:, t]` is the id after
-    `inputs[:, t]`, for a loss of your own. Both are -100 where there is nothing to predict.
+    `labels` and `targets` follow two conventions. `labels` are not shifted: `labels[:, t]` is
+    `input_ids[:, t]`, and the model shifts them. `targets` are shifted: `targets[:, t]` is the id
+    after `inputs[:, t]`, for your own loss. Both are -100 where there is nothing to predict.
     """
 
     inputs: Any = None
     """(batch, seq_len) int64: a torch tensor if torch is installed, else a numpy array."""
     targets: Any = None
-    """The inputs shifted by one; -100 where there is nothing to predict. None if samples have none."""
+    """The inputs shifted by one; -100 where there is nothing to predict. None without targets."""
     epoch: int = 0
     """The epoch that every row of the batch has reached."""
     index: int = 0
-    """The batch's number since the beginning of the stream, resumes included."""
+    """The number of the batch, counted from the start of the stream across resumes."""
     positions: Any = None
     """(batch, seq_len): each token's distance from the start of its document in the row."""
     cu_seqlens: Any = None
-    """int32: where documents begin and end in the flattened batch, for varlen attention."""
+    """int32: the boundaries of documents in the flattened batch, for varlen attention."""
     max_seqlen: int | None = None
     """The length of the longest document in the batch, for varlen attention."""
     data: Any = None
-    """For samples of the user's own: what `collate` returned."""
+    """For user-defined samples: the result of `collate`."""
     tokens: int = 0
-    """Input ids in the batch, padding included; for samples without ids, their number."""
+    """The number of input ids, padding included; of samples if they have no ids."""
     synthetic: bool = False
-    """True if these ids stand in for data that could not be read."""
+    """True for synthetic ids that replace data that could not be read."""
     narrow: dict[str, np.ndarray[Any, Any]] | None = None
-    """What a device makes the rest of: `ids` of seq_len + 1 a row, `valid`, `positions`."""
+    """Arrays to widen on the device: `ids` (seq_len + 1 per row), `valid`, `positions`."""
     is_torch: bool = False
-    """True if its arrays were wrapped as tensors."""
+    """True if the arrays were wrapped as tensors."""
     _origin: BatchOrigin | None = None
     _ids: bool = False
     """True for rows of ids: the targets are the inputs shifted by one."""
@@ -103,10 +103,10 @@ class Batch(Mapping[str, Any]):
 
     @property
     def labels(self) -> Any:
-        """(batch, seq_len): the inputs, and -100 where there is nothing to predict; not shifted.
+        """(batch, seq_len): the inputs, not shifted; -100 where there is nothing to predict.
 
-        The first id of a row has nothing before it that could predict it, so it is -100 too. None
-        for samples of your own: their fields are in the mapping.
+        The first id of a row is -100 too, because no id before it predicts it. None for
+        user-defined samples, whose fields are in the mapping.
         """
         if self._labels is None and self._ids:
             self._labels = copy.deepcopy(self.targets)
@@ -118,21 +118,21 @@ class Batch(Mapping[str, Any]):
     def document_ids(self) -> Any:
         """(batch, seq_len): the number of each token's document in its row. Needs `positions=True`.
 
-        Padding counts as a document of its own.
+        Padding counts as a separate document.
         """
         return None if self.positions is None else (self.positions == 0).cumsum(1) - 1
 
-    # Its arrays
+    # Arrays
 
     @property
     def nbytes(self) -> int:
-        """Memory of its arrays."""
-        if self.data is not None:  # inputs and targets are fields of it
+        """Memory of the arrays."""
+        if self.data is not None:  # includes inputs and targets
             return memory_of(self.data)
         return memory_of([self.inputs, self.targets, self.positions, self.cu_seqlens, self.narrow])
 
     def to(self, device: Any, non_blocking: bool = False) -> Batch:
-        """Return the batch with its tensors on a device, or as they are if they are there."""
+        """Return a copy of the batch with its tensors on a device."""
         moved = copy.copy(self)
         moved.to_torch()
         moved.change(lambda v: v.to(device, non_blocking=non_blocking) if hasattr(v, "to") else v)
@@ -148,31 +148,31 @@ class Batch(Mapping[str, Any]):
             self.change(_as_tensor)
 
     def change(self, function: Callable[[Any], Any]) -> None:
-        """Replace each array or tensor by what a function returns; one that fields share, once."""
+        """Replace each array or tensor with the result of a function, called once per object."""
         seen: dict[int, tuple[Any, Any]] = {}
         for name in FIELDS:
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, _changed(value, function, seen))
 
-    # Its place in the stream
+    # Position and provenance
 
     def take_place_of(self, other: Batch) -> None:
-        """Take another batch's place in the stream: this one was made of it."""
+        """Copy the position in the stream from the batch that this one was made from."""
         self.index, self.synthetic = other.index, other.synthetic
         self._origin, self._state = other._origin, other._state
         self.tokens, self._ids = self.tokens or other.tokens, other._ids and self.data is None
 
     def provenance(self) -> list[list[Span]]:
-        """Return, for each row, the documents that its ids come from."""
+        """Return the documents that the ids of each row come from."""
         assert self._origin is not None
         return self._origin.spans()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that continues after this batch."""
+        """Return the state after this batch."""
         return self.state_maker()()
 
     def state_maker(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that makes the state, without keeping the batch alive."""
+        """Return a function that returns the state after this batch and does not keep it alive."""
         assert self._origin is not None
         assert self._state is not None
         origin, state = self._origin, self._state
@@ -180,7 +180,7 @@ class Batch(Mapping[str, Any]):
 
 
 def widened(narrow: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return inputs, targets and positions as int64, made of `Batch.narrow`."""
+    """Return the inputs, targets and positions of `Batch.narrow`, with int64 ids."""
     ids = narrow["ids"]
     (rows, width), (row_step, step) = ids.shape, ids.strides
     # One cast for both, because numpy releases the GIL for each. both[1] is shifted by one.
@@ -193,7 +193,7 @@ def widened(narrow: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any
 
 
 def _changed(value: Any, function: Callable[[Any], Any], seen: dict[int, tuple[Any, Any]]) -> Any:
-    # Not a closure that calls itself: such a cycle would keep the arrays until it is collected.
+    # Not a recursive closure: its reference cycle would keep the arrays until garbage collection.
     if not hasattr(value, "shape"):
         return rebuild(value, lambda inner: _changed(inner, function, seen))
     if id(value) not in seen:
@@ -210,7 +210,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a plain dict, list or tuple with each of its values changed; anything else as it is."""
+    """Return a plain dict, list or tuple with its values changed, and any other value as is."""
     if type(value) is dict:
         return {key: change(v) for key, v in value.items()}
     if type(value) is list:

@@ -1,8 +1,8 @@
-"""Deal rows from a rank's lanes in turn, and make batches of them.
+"""Take rows from the lanes of a rank in turn, and make batches of them.
 
 Runs on the producer thread. Global row g is row g div lanes of lane g mod lanes, so the stream is
-the same for any number of ranks. Rows that are buffered are dealt for several batches at once and
-widened to int64 together; each batch is a slice of the result. A device widens ids itself.
+the same for any number of ranks. Buffered rows of several batches are taken and widened to int64
+together; each batch is a slice of the result. With a device, ids are widened there.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from penstock.sources.base import RowSource, RunContext
 
 Piece = tuple[int, I64, Rows]
-"""Consecutive rows of a lane: the lane, which rows of the batch they are, and the rows."""
+"""Consecutive rows of a lane: the lane, their indices in the batch, and the rows."""
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(slots=True)
 class Block:
-    """Rows that were dealt together, without their ids, and the lanes' positions around them."""
+    """Rows taken together, without their ids, and the lanes' positions before and after them."""
 
     pieces: list[Piece]
     size: int
@@ -39,7 +39,7 @@ class Block:
 
 @dataclass(slots=True)
 class RowsOrigin:
-    """Where the rows of a batch came from, and where the stream continues after them."""
+    """The provenance of a batch, and the position of the stream after it."""
 
     row: int
     batch: int
@@ -49,7 +49,7 @@ class RowsOrigin:
     """The batch is the rows [first, last) of the block."""
 
     def marks(self) -> list[Mark]:
-        """Return where each lane continues."""
+        """Return the position of each lane after the batch."""
         if self.last == self.block.size:
             return list(self.block.after)
         marks = list(self.block.before)
@@ -80,21 +80,21 @@ class Batcher:
         run: RunContext,
         total_rows: int | None = None,
     ) -> None:
-        """`total_rows` bounds a state's row: the last batch may repeat rows."""
+        """`total_rows` limits the row in a state, because the last batch may repeat rows."""
         self._packers, self._source, self._run = packers, source, run
         self._shard, self._batch_size, self._seq_len = run.shard, run.batch_size, source.seq_len
         self._row, self._batch, self._total_rows = run.start.row, run.start.batch, total_rows
         self._narrow = run.device is not None
-        """A device widens the ids."""
+        """True if the ids are widened on a device."""
         self._finished = [False] * len(packers)
         self._marks = self._lane_marks()
-        """Where each lane continues after the last batch."""
+        """The position of each lane after the last batch."""
         self._ended = False
 
     def take(self, n: int) -> list[Batch]:
-        """Return the next batches, at most `n`; none at the end of a finite stream.
+        """Return up to `n` batches; an empty list at the end of a finite stream.
 
-        Waits for the rows of the first one only.
+        Waits only for the rows of the first batch.
         """
         if self._ended:
             return []
@@ -112,7 +112,7 @@ class Batcher:
             block = Block(pieces, size, before, self._marks)
             batches = self._batches(block, n, turns // n, arrays)
             for _, _, rows in pieces:
-                rows.ids = NO_IDS  # what batches keep for `provenance` needs no ids
+                rows.ids = NO_IDS  # `provenance` does not need the ids
         timeline.count("pack", size)
         return batches
 
@@ -120,12 +120,12 @@ class Batcher:
         return tuple(packer.mark() for packer in self._packers) if self._source.by_lane else ()
 
     def _deal(self, wanted: int) -> tuple[list[Piece], int, int]:
-        """Take rows from the lanes in turn. Return them, how many, and the turns used."""
+        """Take rows from the lanes in turn. Return the rows, their number, and the turns used."""
         own = len(self._packers)
         first = self._lane_of(0)
         pieces: list[Piece] = []
         missing: list[tuple[int, int]] = []
-        """The first turn for which a lane had no row, and the lane."""
+        """The first turn without a row for each lane that ended, and the lane."""
         for i in range(min(own, wanted)):
             lane = (first + i) % own
             turns = np.arange(i, wanted, own)
@@ -134,7 +134,7 @@ class Batcher:
                 missing.append((int(turns[got]), lane))
         if not missing:
             return pieces, wanted, wanted
-        # With drop_last the stream ends with the first missing row: later failures do not count.
+        # With drop_last, the stream ends at the first missing row, so later failures are ignored.
         for _, lane in [min(missing)] if self._run.drop_last else missing:
             if (error := self._packers[lane].failed) is not None:
                 raise error
@@ -143,7 +143,7 @@ class Batcher:
         return self._without_finished(pieces)
 
     def _without_finished(self, pieces: list[Piece]) -> tuple[list[Piece], int, int]:
-        """Fill the batch up from the lanes that have rows left."""
+        """Fill the batch from the lanes that have rows left."""
         present = sorted(turn for _, turns, _ in pieces for turn in turns.tolist())
         turn = self._batch_size
         while len(present) < self._batch_size and not all(self._finished):
@@ -158,7 +158,7 @@ class Batcher:
         return pieces, len(present), turn
 
     def _take(self, lane: int, turns: I64, pieces: list[Piece]) -> int:
-        """Append the lane's rows for some turns. Return how many there were."""
+        """Append the lane's rows for these turns. Return the number of rows."""
         got = 0
         if not self._finished[lane]:
             for rows in self._packers[lane].rows(len(turns)):
@@ -168,13 +168,13 @@ class Batcher:
         return got
 
     def _lane_of(self, turn: int) -> int:
-        """Return which of this rank's lanes has the row of a turn."""
+        """Return the index of the lane on this rank that has the row of a turn."""
         shard = self._shard
         row = self._row + (shard.rem - self._row) % shard.mod + turn * shard.mod
         return (row % self._run.lanes - shard.rem) // shard.mod
 
     def _batches(self, block: Block, n: int, turns: int, arrays: Arrays) -> list[Batch]:
-        """Cut a block into `n` batches of as many turns each, and move on after them."""
+        """Cut a block into `n` batches of `turns` turns each, and advance the position."""
         size = block.size // n
         epochs = np.empty(block.size, np.int64)
         for _, at, rows in block.pieces:
@@ -206,7 +206,7 @@ class Batcher:
         return batches
 
     def _arrays(self, pieces: list[Piece], size: int) -> Arrays:
-        """Return the arrays of some rows, in their order."""
+        """Return the arrays of a block, with its rows in order."""
         if len(pieces) == 1:
             rows = pieces[0][2]
             ids, valid = rows.ids, rows.valid
@@ -225,8 +225,8 @@ class Batcher:
         return arrays if self._narrow else widened(arrays)
 
     def _token_positions(self, pieces: list[Piece], size: int) -> I64:
-        """Return each token's position in its document. A document that began in an earlier row
-        begins again at 0; padding counts as a document of its own."""
+        """Return each token's position in its document. A document that continues from an earlier
+        row starts again at 0; padding counts as a separate document."""
         seq_len = self._seq_len
         starts = [np.arange(size) * seq_len]
         for _, at, rows in pieces:

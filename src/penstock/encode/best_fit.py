@@ -1,8 +1,8 @@
-"""Fit whole documents into rows, the longest first, each where it leaves the least room.
+"""Pack whole documents into rows: longest first, each into the fullest row with enough room.
 
 The packing "best_fit": only documents longer than a row are cut, and rows are padded. Runs on the
-producer thread. Keeps the document at which the current group of documents begins and the rows
-taken from it: a resume packs one group again. Costs about a microsecond of Python a document.
+producer thread. The position is the first document of the current group and the rows taken from it,
+so a resume packs one group again. Costs about a microsecond of Python per document.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
 GROUP_ROWS = 512
-"""Rows that are packed together. More leave less padding, and make a resume slower."""
+"""Rows that are packed together. More rows need less padding and make a resume slower."""
 
 
 class BestFitPacker(WindowPacker):
@@ -24,7 +24,7 @@ class BestFitPacker(WindowPacker):
 
     _group: PackedRows | None = None
     _doc = _last = _row = 0
-    """The documents [doc, last) of the window are the group, of which `row` rows were taken."""
+    """The group is the documents [doc, last) of the window; `row` of its rows were taken."""
 
     def fill(self, n: int) -> int:
         group = self._current_group()
@@ -49,7 +49,7 @@ class BestFitPacker(WindowPacker):
         return lambda: window.position(window.begin(doc), row)
 
     def _current_group(self) -> PackedRows | None:
-        """Return a group that has rows left, or None at the end."""
+        """Return a group with rows left, or None at the end of the stream."""
         while self._group is None or self._row >= len(self._group.ids):
             if self._group is not None:
                 self._doc, self._row, self._group = self._last, 0, None
@@ -76,7 +76,7 @@ class BestFitPacker(WindowPacker):
         lengths = np.diff(ends, prepend=0)
         begins = ends - lengths
         # A document longer than a row fills whole rows that overlap by one id, as in `concat`, so
-        # that each of its tokens is a target once; only its remainder has to be fitted.
+        # that each of its tokens is a target once; only its remainder needs fitting.
         full = np.maximum(lengths - 1, 0) // seq_len
         rest = lengths - full * seq_len
         docs = np.flatnonzero((rest > 1) | ((full == 0) & (rest == 1)))
@@ -88,7 +88,7 @@ class BestFitPacker(WindowPacker):
         starts = [np.arange(bins, count), np.zeros_like(whole), whole, np.full_like(whole, width)]
         tails = [rows, columns, begins[docs] + full[docs] * seq_len, rest[docs]]
         pieces = np.concatenate([np.stack(starts, axis=1), np.stack(tails, axis=1)])
-        # Rows in the order of the first document in each: neighbours stay neighbours.
+        # Order rows by their first document, so that neighbours stay neighbours.
         earliest = np.full(count, np.iinfo(np.int64).max)
         np.minimum.at(earliest, pieces[:, 0], pieces[:, 2])
         rank = np.argsort(np.argsort(earliest, kind="stable"))
@@ -105,19 +105,19 @@ class BestFitPacker(WindowPacker):
 
 @dataclass(slots=True)
 class PackedRows:
-    """Rows into which whole documents were fitted."""
+    """Rows packed by best fit."""
 
     ids: Ids
     valid: I64
     window: WindowMap
     pieces: I64
-    """One line a piece: row, column, the window's token at which it begins, length; by row."""
+    """Sorted by row, one piece each: row, column, first token in the window, length."""
     docs: tuple[int, int]
-    """The documents of the window that were packed together: first and end."""
+    """The range of the window's documents that were packed together."""
     rows: int
-    """How many rows they gave."""
+    """The number of rows of that group."""
     row: int = 0
-    """Which of them is the first one here."""
+    """The number of the first row here in that group."""
 
     def epochs(self) -> I64:
         return np.full(len(self.valid), self.window.start.epoch)
@@ -149,10 +149,10 @@ class PackedRows:
 
 
 def best_fit(lengths: I64, capacity: int) -> tuple[I64, I64]:
-    """Assign each length a row and a column: longest first, into the fullest row that has room."""
+    """Assign a row and a column to each length: longest first, into the fullest row with room."""
     rows = np.empty(len(lengths), np.int64)
     columns = np.empty(len(lengths), np.int64)
-    # Rows by the room they have left; the bits of `rooms` say which rooms there are.
+    # Rows by the room left in them. Bit n of `rooms` is set if a row has room n.
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = count = 0
     order = np.argsort(-lengths, kind="stable")

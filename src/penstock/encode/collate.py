@@ -2,11 +2,11 @@
 
 Runs on the workers. The type of the first sample decides:
 
-    integers in one dimension      a row of ids: inputs, and the same shifted by one as targets
+    integers in one dimension      a row of ids: inputs, and targets shifted by one
     a pair                         inputs and targets
-    a mapping                      each field collated; `input_ids` (or `inputs`) and `labels`
+    a mapping                      collated by field; `input_ids` (or `inputs`) and `labels`
                                    (or `targets`) are also the batch's inputs and targets
-    anything else                  stacked, or listed
+    anything else                  stacked if numeric, else kept as a list
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ INPUTS, TARGETS = ("input_ids", "inputs"), ("labels", "targets")
 
 
 def pad_with(id: int) -> Callable[[Sequence[Any]], Batch]:
-    """Return a collate function that pads rows to the longest of their batch.
+    """Return a collate function that pads rows to the longest one in the batch.
 
-    Inputs are filled with `id`, targets and labels with -100, fields that end in "mask" with 0.
+    Pads inputs with `id`, targets and labels with -100, fields whose names end in "mask" with 0.
     """
     return partial(default_collate, pad=id)
 
 
 def default_collate(samples: Sequence[Any], pad: int | None = None) -> Batch:
-    """Collate samples by the type of the first one; see above."""
+    """Collate samples by the type of the first one, as described above."""
     first, ignore = samples[0], None if pad is None else IGNORE
     if isinstance(first, Mapping):
         columns = {key: [_field(s, key) for s in samples] for key in first}
@@ -48,7 +48,7 @@ def default_collate(samples: Sequence[Any], pad: int | None = None) -> Batch:
     if _is_row(first):
         rows = [np.asarray(plain(sample)) for sample in samples]
         if min(map(len, rows)) < 2:
-            raise ConfigError("a row of ids needs at least two: one as input, and one to predict")
+            raise ConfigError("a row needs at least two ids: one input and one target")
         inputs = _stacked([row[:-1] for row in rows], pad)
         targets = _stacked([row[1:] for row in rows], ignore)
         return Batch(inputs.astype(np.int64), targets.astype(np.int64), _ids=True)
@@ -57,7 +57,7 @@ def default_collate(samples: Sequence[Any], pad: int | None = None) -> Batch:
 
 
 def of_value(value: Any) -> Batch:
-    """Return a batch of what a `collate` function returned."""
+    """Return the result of a `collate` function as a batch."""
     if isinstance(value, Batch):
         return value
     value = plain(dict(value) if isinstance(value, Mapping) else value)
@@ -70,7 +70,7 @@ def of_value(value: Any) -> Batch:
 
 
 def of_mapping(fields: Mapping[str, Any]) -> Batch:
-    """Return a batch of a mapping, with the inputs and targets among its fields."""
+    """Return a mapping as a batch, with inputs and targets from its fields."""
     inputs, targets = (
         next((fields[name] for name in names if name in fields), None)
         for names in (INPUTS, TARGETS)
@@ -79,9 +79,9 @@ def of_mapping(fields: Mapping[str, Any]) -> Batch:
 
 
 def plain(value: Any) -> Any:
-    """Replace tensors by arrays over the same memory, also inside plain containers.
+    """Replace tensors with arrays over the same memory, also inside plain containers.
 
-    What numpy cannot hold (bfloat16, a tensor on a device, one that needs gradients) stays a tensor.
+    Keeps tensors that numpy cannot hold: bfloat16, on a device, or with gradients.
     """
     if hasattr(value, "numpy") and hasattr(value, "requires_grad"):
         try:
@@ -104,13 +104,13 @@ def _field(sample: Any, key: Any) -> Any:
     except (KeyError, TypeError) as error:
         error.add_note(
             f"the first sample of the batch has a field {key!r} that another one lacks: "
-            "give a collate= of your own"
+            "pass your own collate="
         )
         raise
 
 
 def _filler(key: Any, pad: int | None) -> int | None:
-    """Return what pads a field: -100 for targets, 0 for a mask, otherwise the pad id."""
+    """Return the padding of a field: -100 for targets, 0 for a mask, otherwise the pad id."""
     if pad is None:
         return None
     return IGNORE if key in TARGETS else 0 if str(key).endswith("mask") else pad
@@ -132,20 +132,20 @@ def _column(values: Sequence[Any], filler: int | None) -> Any:
 
 
 def _are_numbers(lists: Sequence[Any]) -> bool:
-    """Return True for lists of numbers, of which some may be empty, but not all."""
+    """Return True for lists of numbers, of which some, but not all, may be empty."""
     firsts = [values[0] for values in lists if isinstance(values, list) and values]
     return bool(firsts) and all(isinstance(value, int | float | np.generic) for value in firsts)
 
 
 def _stacked(arrays: list[Array], filler: int | None) -> Array:
-    """Stack arrays, padded to the longest if they differ in length."""
+    """Stack arrays, padding them to the longest if they differ in length."""
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) == 1:
         return np.stack(arrays)
     if filler is None or any(len(shape) != 1 for shape in shapes):
         raise ConfigError(
-            f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}. Give "
-            "collate=pad_with(id), from penstock.encode.collate, or a collate= of your own."
+            f"the samples of a batch differ in shape: {shapes[0]} and {shapes[-1]}. Pass "
+            "collate=pad_with(id), from penstock.encode.collate, or your own collate=."
         )
     kind = np.result_type(*(array for array in arrays if array.size))
     if kind.kind in "iu" and not np.iinfo(kind).min <= filler <= np.iinfo(kind).max:

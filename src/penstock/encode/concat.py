@@ -1,8 +1,8 @@
 """Cut rows of seq_len + 1 ids from a lane's stream of tokens: the packings "concat" and "bos".
 
-"concat" loses no token: the last id of a row opens the next one. "bos" begins each row with a
-document and crops what does not fit. Runs on the producer thread. Keeps the position of the next
-row; the rest is rebuilt from it after a resume. Copies each token once.
+"concat" loses no token: the last id of a row is the first id of the next one. "bos" begins each row
+with a document and crops the rest. Runs on the producer thread. Its only state is the position of
+the next row; a resume rebuilds the rest from it. Copies each token once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.encode.window import I64, Ids, Window, WindowMap
 from penstock.types import LanePosition, Span
 
 GATHER_TOKENS = 1 << 19
-"""Shuffled tokens brought into order at once: many enough to make the calls cheap, few enough to
-stay in the processor's caches."""
+"""Shuffled tokens to gather at once: enough to amortize the calls, few enough to stay in the
+processor's caches."""
 
 Windows = tuple[tuple[int, WindowMap], ...]
-"""The token of the stream at which each window begins, and the window."""
+"""Pairs of the first token of a window in the stream, and the window."""
 
 
 def position_of(windows: Windows, token: int) -> LanePosition:
@@ -42,7 +42,7 @@ class ConcatRows:
     valid: I64 | None
     width: int
     starts: I64
-    """The token of the stream at which each row begins, and the row after the last one."""
+    """The first token of each row in the stream, and of the row after the last one."""
     windows: Windows
     doc_starts: I64
 
@@ -79,13 +79,13 @@ class ConcatRows:
 
 
 class ConcatPacker(WindowPacker):
-    """Rows as stretches of one stream of tokens."""
+    """Cuts rows from one stream of tokens."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._aligned = self._source.packing == "bos"
-        # Tokens are numbered from the beginning of the first window. The buffer holds the tokens
-        # from `_base` to `_end`; the next row begins at `_at`.
+        # Tokens are numbered from the start of the first window. The buffer holds the tokens from
+        # `_base` to `_end`; the next row begins at `_at`.
         self._buffer: Ids = np.empty(0, self._source.dtype)
         self._base = self._end = self._at = 0
         self._windows: Windows = ()
@@ -97,7 +97,7 @@ class ConcatPacker(WindowPacker):
         if not self._windows and not self._ended:
             self._open_window()
         if self._aligned:
-            return 0  # how many rows begin with a document is not known before they are cut
+            return 0  # the number of rows is unknown until they are cut
         self._fill(self._at + n * self._seq_len + 1)
         return max(0, self._end - self._at - 1) // self._seq_len
 
@@ -136,21 +136,21 @@ class ConcatPacker(WindowPacker):
         buffer, width = self._buffer, self._seq_len + 1
         if self._aligned:
             return sliding_window_view(buffer, width)[starts - self._base]
-        # Rows overlap by one id: a view, no copy.
+        # A view without a copy, because rows overlap by one id.
         offset, size = int(starts[0]) - self._base, buffer.itemsize
         strides = (self._seq_len * size, size)
         return np.ndarray((len(starts), width), buffer.dtype, buffer, offset * size, strides)
 
     def _after(self, start: int) -> int:
-        """Return where the row after the one at `start` begins, if rows begin with documents."""
-        # The buffer ends with a document, so the next one begins at its end.
+        """Return the start of the row after `start`, for rows that begin with a document."""
+        # The buffer ends at the end of a document, where the next one begins.
         i = int(np.searchsorted(self._doc_starts, start + self._seq_len))
         return int(self._doc_starts[i]) if i < len(self._doc_starts) else self._end
 
     def _tail(self) -> list[Rows]:
         """Return the last, unfinished row of a finite stream, padded."""
         left = self._end - self._at
-        if left < 2 or not self._keep_tail:  # a single id has been a target already
+        if left < 2 or not self._keep_tail:  # a single id was already a target
             self.counts["dropped_tokens"] += max(0, left - 1)
             self._at = max(self._at, self._end - 1)
             return []
@@ -177,7 +177,8 @@ class ConcatPacker(WindowPacker):
                     break
                 continue
             starts.append(self._gather(self._window, until, pieces))
-        # Unlike numpy, `join` does not release the GIL for each piece, which wakes threads in vain.
+        # Unlike numpy, `join` does not release the GIL for each piece, which would wake threads in
+        # vain.
         joined = b"".join(pieces)  # type: ignore[arg-type]  # arrays are buffers
         self._buffer = np.frombuffer(joined, self._buffer.dtype)
         self._base = self._at
@@ -188,11 +189,11 @@ class ConcatPacker(WindowPacker):
             self._doc_starts = every[np.searchsorted(every, self._at) :]
 
     def _gather(self, window: Window, until: int, pieces: list[Ids]) -> I64:
-        """Append documents of the window up to `until` or beyond. Return where they begin."""
+        """Append documents of the window up to at least `until`. Return their first tokens."""
         ends, origin = window.map.ends, self._windows[-1][0]
         first, last = window.map.begin(self._doc), len(ends)
         wanted = first + max(until - self._end, GATHER_TOKENS)
-        # Unlike numpy, `bisect` does not release the GIL, which would have to be waited for.
+        # Unlike numpy, `bisect` does not release the GIL, so it need not wait for it.
         last = min(bisect_left(ends, wanted) + 1, last)
         pieces += window.gather(self._doc, last)
         stops = ends[self._doc : last]
@@ -208,7 +209,7 @@ class ConcatPacker(WindowPacker):
             return False
         if self._windows:
             self._windows = (*self._windows, (self._end, window.map))
-        else:  # the first window is entered where the position says, perhaps within a document
+        else:  # start at the position in the first window, which may be inside a document
             self._windows = ((0, window.map),)
             token = window.map.token_of(self._start)
             self._base = self._at = self._end = token

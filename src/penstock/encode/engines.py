@@ -1,7 +1,7 @@
-"""The libraries that turn a column of texts into ids, behind one protocol.
+"""The tokenizer libraries, behind one protocol.
 
 An engine takes a large_string array without nulls, and returns one flat array of ids and the
-offsets of the documents in it. Worker threads call it at the same time.
+offsets of the documents in it. Worker threads call it concurrently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOW_DOCS = 128
 
 
 class Engine(Protocol):
-    """Encodes texts. Many threads call it at the same time."""
+    """Encodes texts. Thread-safe."""
 
     name: str
     vocab_size: int
@@ -43,7 +43,7 @@ class Engine(Protocol):
     def decode(self, ids: Sequence[int]) -> bytes: ...
 
     def prepare(self) -> None:
-        """Load the vocabulary before the first call needs it."""
+        """Load the vocabulary before the first call."""
         return
 
 
@@ -134,34 +134,34 @@ REFERENCES = {each.name: each for each in (ByteEngine, TokenizersEngine, Tiktoke
 
 
 class GigatokenEngine(Engine):
-    """gigatoken: Arrow in, numpy out, and the GIL is released in between.
+    """gigatoken: takes Arrow, returns numpy, and releases the GIL in between.
 
-    An instance of the library serialises its callers, so each call has one to itself. An instance
-    remembers every word that it has seen: when the process has grown by more than `cache_bytes`,
-    all instances are dropped and loaded again. All, since the size of the process does not tell
-    which of them grew.
+    An instance of the library serialises its callers, so each call takes its own. An instance
+    caches every word it has seen: when the process has grown by more than `cache_bytes`, all
+    instances are dropped and loaded again. All of them, because the size of the process does not
+    show which one grew.
     """
 
     name = "gigatoken"
     FIRST_BYTES = 64 * MiB
-    """Text that is encoded document by document on one instance, a chunk at a time. Batches are
-    faster, but importing awkward and loading another instance hold the GIL for 0.2 s each, which
-    would delay the first batches of a run. Later the queue covers it."""
+    """The first text is encoded document by document, on one instance. Batches are faster, but
+    importing awkward and loading another instance hold the GIL for 0.2 s each, which would delay
+    the first batches of a run. Later the queue hides it."""
     CHECK_BYTES = 8 * MiB
-    """Text between two looks at the size of the process."""
+    """Text between two checks of the size of the process."""
 
     def __init__(
         self, vocabulary: Vocabulary, cache_bytes: int, vocab_size: int | None = None
     ) -> None:
-        """Load the vocabulary now, or with the first call if its size is known."""
+        """Load the vocabulary now, or in the first call if `vocab_size` is given."""
         self._vocabulary, self._cache_bytes = vocabulary, cache_bytes
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._seen_bytes = self._checked_bytes = 0
         self._warm_size: int | None = None
-        """Size of the process when these instances had seen the common words."""
+        """Size of the process at the first check after these instances were loaded."""
         self.replaced = 0
-        """How often all instances were dropped."""
+        """The number of times that all instances were dropped."""
         self.vocab_size = int(self._shared().vocab_size) if vocab_size is None else vocab_size
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -193,7 +193,7 @@ class GigatokenEngine(Engine):
             return bytes(self._shared().decode(np.array(ids, np.uint32)))
 
     def _shared(self) -> Any:
-        """Return the idle instance used last, whose cache is warm. Load one if there is none."""
+        """Return the last idle instance, whose cache is warm. Load one if there is none."""
         if not self._idle:
             self._idle.append(load_gigatoken(self._vocabulary))
         return self._idle[-1]
@@ -202,7 +202,7 @@ class GigatokenEngine(Engine):
         if self._seen_bytes - self._checked_bytes < self.CHECK_BYTES:
             return
         self._checked_bytes = self._seen_bytes
-        # If the system does not tell, assume that words take an eighth of the text.
+        # If the size is unknown, assume that words take an eighth of the text.
         size = anonymous_bytes() or self._seen_bytes // 8
         if self._warm_size is None:
             self._warm_size = size
@@ -220,21 +220,21 @@ def load_gigatoken(vocabulary: Vocabulary) -> Any:
         if vocabulary.tokenizer_json is not None:
             return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
         if vocabulary.ranks is None:
-            raise ConfigError("its way of splitting words is unknown")
-        # The library reads ranks from a path only. Special tokens are left out: text stays text.
+            raise ConfigError("its rule for splitting words is unknown")
+        # The library reads ranks only from a path. Special tokens are omitted, so they stay text.
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
             file.write(vocabulary.ranks)
             file.flush()
             return gigatoken.Tokenizer.from_tiktoken(file.name, ENCODINGS[vocabulary.name].scheme)
     except BaseException as error:
-        # A panic of its Rust code is not an Exception.
+        # A panic in its Rust code is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(f"gigatoken cannot load {vocabulary.name}: {error}") from error
 
 
 def anonymous_bytes() -> int:
-    """Return this process's memory that is not a mapped file, or 0 if the system does not tell."""
+    """Return the bytes of this process's memory that are not mapped files, or 0 if unknown."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:
@@ -263,7 +263,7 @@ def checked_gigatoken(
     """Return gigatoken's engine, or raise ConfigError if its ids differ from the reference's.
 
     Both encode a probe of many kinds of characters when a vocabulary is first loaded. The result is
-    kept on disk for each vocabulary and each pair of versions.
+    cached on disk per vocabulary and pair of versions.
     """
     versions = [(name, installed_version(name)) for name in ("gigatoken", vocabulary.reference)]
     key = f"{vocabulary.fingerprint} {versions} {PROBE_VERSION}"
@@ -272,15 +272,15 @@ def checked_gigatoken(
         note = json.loads(path.read_text("utf-8"))
         differs = bool(note["differs"])
         engine = GigatokenEngine(vocabulary, cache_bytes, int(note["vocab_size"]))
-    except (OSError, ValueError, KeyError, TypeError):  # no note, or it is damaged
+    except (OSError, ValueError, KeyError, TypeError):  # not cached, or damaged
         engine = GigatokenEngine(vocabulary, cache_bytes)
         differs = False
-        if versions[1][1] is not None:  # without the reference there is nothing to compare with
+        if versions[1][1] is not None:  # without the reference, nothing can be compared
             texts = binaries([text.encode() for text in PROBE], pa.large_string())
             pairs = zip(engine.encode(texts), reference().encode(texts), strict=True)
             differs = not all(np.array_equal(fast, slow) for fast, slow in pairs)
         note = json.dumps({"vocab_size": engine.vocab_size, "differs": differs})
-        with suppress(OSError):  # it is only a note
+        with suppress(OSError):  # only a cache
             write_atomically(path, note)
     if differs:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What packers have in common: rows of `seq_len + 1` ids, and where they come from.
+"""The interface of packers: rows of `seq_len + 1` ids, and where they come from.
 
 A row gives the inputs and, shifted by one, the targets. Rows know their documents without holding
 on to any ids, so batches can keep them for `provenance()`.
@@ -19,64 +19,64 @@ if TYPE_CHECKING:
 NextWindow = Callable[[], Window | None]
 """Returns the lane's next window, or None at the end of a finite stream."""
 Mark = Callable[[], LanePosition]
-"""Returns a position, which is computed only if it is asked for."""
+"""Returns a position, computed on demand."""
 
 
 def fixed(position: LanePosition) -> Mark:
-    """Return the mark of a position that is known."""
+    """Return a mark for a known position."""
     return lambda: position
 
 
 class Rows(Protocol):
-    """Some consecutive rows of a lane."""
+    """Consecutive rows of a lane."""
 
     ids: Ids
 
     @property
     def valid(self) -> I64 | None:
-        """How many ids of each row are real; None if all are."""
+        """The number of ids before the padding in each row; None without padding."""
 
     def epochs(self) -> I64:
-        """Return the epoch in which each row begins."""
+        """Return the epoch of the first id of each row."""
 
     def position(self, row: int) -> LanePosition:
-        """Return where a row begins; also for the row after the last one."""
+        """Return the position at which a row begins; also valid for one past the last row."""
 
     def boundaries(self) -> tuple[I64, I64]:
-        """Return row and column wherever a new document begins, except at column 0."""
+        """Return the row and column at which each document begins, except at column 0."""
 
     def spans(self, row: int) -> list[Span]:
-        """Return where a row's ids come from."""
+        """Return the documents that a row's ids come from."""
 
 
 class Packer(Protocol):
-    """Gives out the rows of one lane, on the producer thread."""
+    """Returns the rows of one lane, on the producer thread."""
 
     @property
     def failed(self) -> Exception | None:
-        """Why there are no more rows, if that is not the end of the data."""
+        """The exception that ended the lane, or None."""
 
     @property
     def counts(self) -> Counter[str]:
-        """Tokens that packing added or left out, by their names in `Stats`."""
+        """Tokens that packing added or dropped, by field of `Stats`."""
 
     def fill(self, n: int) -> int:
-        """Buffer `n` rows, if there are as many. Return how many can be given out without waiting."""
+        """Buffer up to `n` rows. Return the number that `rows` can return without waiting."""
 
     def rows(self, n: int) -> list[Rows]:
         """Return the next `n` rows; fewer only at the end of a finite stream or before a failure."""
 
     def mark(self) -> Mark:
-        """Return where the next row begins."""
+        """Return the position at which the next row begins."""
 
 
 class WindowPacker:
-    """What packers of text have in common: they open the windows of a lane one after the other."""
+    """Base class of packers of text, which open the windows of a lane in order."""
 
     def __init__(
         self, source: ChunkSource, next_window: NextWindow, start: LanePosition, keep_tail: bool
     ) -> None:
-        """`keep_tail`: a finite stream ends with its unfinished row, padded."""
+        """`keep_tail`: pad the unfinished last row of a finite stream instead of dropping it."""
         self._source, self._next_window, self._start = source, next_window, start
         self._seq_len, self._keep_tail = source.seq_len, keep_tail
         self._window: Window | None = None
@@ -89,7 +89,7 @@ class WindowPacker:
         window = None
         try:
             window = None if self._ended else self._next_window()
-        except Exception as error:  # raised by the batcher, after the rows that came before it
+        except Exception as error:  # the batcher raises it after the rows before it
             self.failed = error
         self._ended = window is None
         return window

@@ -1,7 +1,7 @@
 """Turn the documents of a chunk into ids, each document with its separators.
 
-Runs on worker threads. Copies the ids twice, to narrow them and to add separators; no Python runs
-per document. A document without ids (empty, null, skipped) gets no separators either.
+Runs on worker threads. Copies the ids twice, to narrow them and to add separators; runs no Python
+per document. A document without ids (empty, null, skipped) gets no separators.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """What decides the ids, except for the engine: a run may resume with another one."""
+        """Identifies the ids, regardless of the engine: a run may resume with another one."""
         return f"{self.vocabulary.fingerprint}/{self.eos_id}/{self.bos_id}"
 
     @property
     def cache_key(self) -> str:
-        """What decides the ids, down to the version of the engine."""
+        """Identifies the ids and the version of the engine."""
         return f"{self.fingerprint}/{self.engine.name}/{installed_version(self.engine.name)}"
 
     def encode(
@@ -79,8 +79,8 @@ class Tokenizer:
     ) -> TokenChunk:
         """Return the tokens of a chunk.
 
-        Encodes `doc_batch` documents at a time, all by default, or 128 with a slow engine. Calls
-        `check_closed` before each, which raises if the loader was shut down.
+        Encodes `doc_batch` documents at a time; by default all, or 128 with a slow engine. Calls
+        `check_closed` before each part; it raises if the loader was shut down.
         """
         texts = documents.texts
         step = doc_batch or self.engine.doc_batch or max(1, len(texts))
@@ -138,7 +138,7 @@ def load_tokenizer(
     if isinstance(spec, Tokenizer):
         if (eos, bos, engine) != (AUTO, None, "auto"):
             raise ConfigError(
-                f"{spec} is loaded already: give eos, bos and engine to load_tokenizer"
+                f"{spec} is already loaded: pass eos, bos and engine to load_tokenizer"
             )
         return spec
     vocabulary = find_vocabulary(spec)
@@ -147,7 +147,7 @@ def load_tokenizer(
             raise ConfigError(
                 f"{vocabulary.name} does not say which token ends a document (it has "
                 f"{', '.join(vocabulary.specials) or 'no special tokens'}). "
-                "Name it: eos='…', or eos=None for none"
+                "Pass its name as eos='…', or eos=None for none"
             )
         eos = vocabulary.eos
     chosen = _choose_engine(vocabulary, engine, cache_bytes)

@@ -1,8 +1,8 @@
 """Find a tokenizer's vocabulary and its special tokens.
 
 A spec is "byte", a tokenizer.json or a folder with one, a .tiktoken file, a Hub name, or an object
-of `tokenizers`, `transformers` or `tiktoken`. The result is all that an engine is built from, and
-it can be pickled.
+of `tokenizers`, `transformers` or `tiktoken`. The result has all that
+an engine needs, and can be pickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EOS_NAMES = (
 
 
 class Encoding(NamedTuple):
-    """What a .tiktoken file of OpenAI's leaves out."""
+    """The parts of an OpenAI encoding that its .tiktoken file lacks."""
 
     scheme: str
     """gigatoken's name for the pattern."""
@@ -67,7 +67,7 @@ ENCODINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A vocabulary as a tokenizer.json, as ranks, as a `tiktoken.Encoding`, or none of them: bytes."""
+    """A vocabulary: a tokenizer.json, ranks or a `tiktoken.Encoding`; none of them for bytes."""
 
     name: str
     fingerprint: str
@@ -75,7 +75,7 @@ class Vocabulary:
     eos: str | None = None
     """The special token that ends a document, if the vocabulary names one."""
     tokenizer_json: str | None = None
-    """Without special tokens, so that text which looks like one stays text."""
+    """Its content without special tokens, so that text which looks like one stays text."""
     ranks: bytes | None = None
     """The lines of a .tiktoken file."""
     encoding: Any = None
@@ -116,7 +116,7 @@ def find_vocabulary(spec: Any) -> Vocabulary:
         return _from_json(backend.to_str(), name, eos=getattr(spec, "eos_token", None))
     raise ConfigError(
         f"cannot use {type(spec).__name__!r} as a tokenizer: give 'byte', a path, a Hub name, or an "
-        "object of tokenizers, of transformers (with use_fast=True) or of tiktoken"
+        "object of tokenizers, transformers (with use_fast=True) or tiktoken"
     )
 
 
@@ -137,7 +137,7 @@ def _from_name(name: str) -> Vocabulary:
 
 
 def _download(name: str) -> Path:
-    """Return the tokenizer.json of a Hub name, from the local Hugging Face cache if it is there."""
+    """Return the tokenizer.json of a Hub name, from the local Hugging Face cache if present."""
     try:
         import huggingface_hub
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
@@ -148,22 +148,22 @@ def _download(name: str) -> Path:
         return Path(cached)
     try:
         found = Path(huggingface_hub.hf_hub_download(name, "tokenizer.json", etag_timeout=10))
-        # It only names the end-of-text token, which may be found without it.
+        # It only names the end-of-text token, which other rules may find.
         with contextlib.suppress(EntryNotFoundError):
             huggingface_hub.hf_hub_download(name, "tokenizer_config.json", etag_timeout=10)
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ConfigError(
-            f"tokenizer={name!r} is not a file here, is not in the local Hugging Face cache, and "
+            f"tokenizer={name!r} is not a local file or in the local Hugging Face cache, and "
             f"its tokenizer.json could not be downloaded: {reason}. "
-            "Give the path of a tokenizer.json, or 'byte'."
+            "Pass the path of a tokenizer.json, or 'byte'."
         ) from error
     return found
 
 
 def _from_file(path: Path, name: str) -> Vocabulary:
     content, eos = path.read_bytes(), None
-    # The configuration beside it is optional: if it is damaged, other rules find the token.
+    # The configuration next to it is optional: without it, other rules find the token.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         config = json.loads((path.parent / "tokenizer_config.json").read_text("utf-8"))
         eos = config.get("eos_token")
@@ -192,16 +192,16 @@ def _from_json(text: str, name: str, eos: Any = None) -> Vocabulary:
 
 
 def _split_model(text: str) -> tuple[dict[str, Any], str]:
-    """Return all of a tokenizer.json but its model, parsed, and the rest of the file as text.
+    """Split a tokenizer.json into its other fields, parsed, and its model as text.
 
-    The model is nearly all of the file. Parsing and writing it again would delay the first batch
-    by up to 0.2 s.
+    The model is most of the file. Parsing it and writing it again would delay the first batch by
+    up to 0.2 s.
     """
     found = re.search(r'(?<!\\)"model"\s*:\s*\{', text)
     if found is not None:
-        with contextlib.suppress(ValueError):  # it was text inside another value
+        with contextlib.suppress(ValueError):  # the match was inside another value
             head = json.loads(f'{text[: found.start()]} "model": null}}')
-            # What the caller changes must not come after the model.
+            # The caller changes these, so none of them may follow the model.
             if head.keys() >= {"added_tokens", "post_processor", "truncation", "padding"}:
                 del head["model"]
                 return head, text[found.end() - 1 :]
@@ -213,8 +213,8 @@ def _from_ranks(ranks: bytes, path: Path) -> Vocabulary:
     name = path.name.removesuffix(".tiktoken")
     if name not in ENCODINGS:
         raise ConfigError(
-            f"{path}: a .tiktoken file does not say how it splits words, so its name must be one "
-            f"of {', '.join(ENCODINGS)}; for any other vocabulary give a tokenizer.json or a "
+            f"{path}: a .tiktoken file does not define how words are split, so its name must be "
+            f"one of {', '.join(ENCODINGS)}; for any other vocabulary pass a tokenizer.json or a "
             "tiktoken.Encoding"
         )
     if not parse_ranks(ranks):
@@ -243,7 +243,7 @@ def _from_tiktoken(encoding: Any) -> Vocabulary:
 def _vocabulary(
     name: str, content: bytes, specials: dict[str, int], eos: Any = None, **form: Any
 ) -> Vocabulary:
-    """Return a vocabulary. `eos` is the token that its configuration names, if any."""
+    """Return a vocabulary. `eos` is the token named by its configuration, if any."""
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
     candidates = (eos, *EOS_NAMES) if isinstance(eos, str) else EOS_NAMES
     found = next((token for token in candidates if token in specials), None)

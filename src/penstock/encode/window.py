@@ -1,8 +1,7 @@
-"""A window: the documents of some chunks in shuffled order, and where each one came from.
+"""A window: the documents of some chunks in shuffled order, and their origins.
 
 Built on the producer thread. A `WindowMap` has no ids and may outlive its window: batches keep it
-for `provenance()` and for their position. Documents are gathered a stretch at a time, as they are
-needed.
+for `provenance()` and for their position. Documents are gathered on demand, a range at a time.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ class WindowMap(NamedTuple):
     start: LanePosition
     refs: tuple[ChunkRef, ...]
     firsts: I64
-    """The number of each chunk's first document before shuffling; one more at the end."""
+    """The number of each chunk's first document before shuffling, and the total at the end."""
     rows: I64
     """The address of each document in its chunk, before shuffling."""
     order: I64 | None
     """The shuffled order of the documents; None if they keep their order."""
     ends: I64
-    """Where each document ends, in tokens of the window, after shuffling."""
+    """The end of each document in tokens of the window, after shuffling."""
 
     @property
     def tokens(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def begin(self, doc: int) -> int:
-        """Return the window's token at which a document begins."""
+        """Return the first token of a document in the window."""
         return int(self.ends[doc - 1]) if doc > 0 else 0
 
     def doc_at(self, token: int) -> int:
@@ -47,7 +46,7 @@ class WindowMap(NamedTuple):
         return int(self.ends.searchsorted(token, side="right"))
 
     def position(self, token: int, row: int = 0) -> LanePosition:
-        """Return the position of a token. By document, so that it holds if one is skipped later."""
+        """Return the position of a token, by document, so that skipping others keeps it valid."""
         doc = self.doc_at(token)
         return self.start._replace(doc=doc, token=token - self.begin(doc), row=row)
 
@@ -58,7 +57,7 @@ class WindowMap(NamedTuple):
         return min(self.begin(position.doc) + position.token, int(self.ends[position.doc]))
 
     def spans(self, token: int, length: int, at: int) -> list[Span]:
-        """Return the sources of `length` tokens from `token` on; the first is id `at` of its row."""
+        """Return the origins of `length` tokens from `token` on; the first is id `at` of a row."""
         spans = []
         while length > 0:
             doc = self.doc_at(token)
@@ -82,7 +81,7 @@ class WindowMap(NamedTuple):
 
 
 class Window:
-    """The ids of a window's documents, to be taken in shuffled order."""
+    """The ids of a window's documents, in shuffled order."""
 
     def __init__(
         self,
@@ -111,8 +110,8 @@ class Window:
     def gather(self, first: int, last: int) -> list[Ids]:
         """Return the ids of the documents [first, last), as views in their order.
 
-        A view a document costs less than bringing them into order by Arrow, unless documents have
-        far fewer than a hundred tokens.
+        A view per document costs less than reordering them with Arrow, unless documents have far
+        fewer than a hundred tokens.
         """
         window, flat = self.map, self._flat
         if window.order is None:

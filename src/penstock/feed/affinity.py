@@ -1,7 +1,7 @@
 """Choose the CPU cores that workers run on, and pin threads to them.
 
 `resolve` checks the settings against the cores that this process may use; `pin` applies the
-result on the thread that calls it.
+result to the calling thread.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def resolve(cpus: Iterable[int] | None, numa_node: int | None) -> frozenset[int]
         chosen = node & allowed
         if not chosen:
             raise ConfigError(
-                f"numa_node={numa_node} has the cores {sorted(node)}, and none of them is among "
-                f"{sorted(allowed)}, which cpus and this process allow. Choose another node or other cores."
+                f"numa_node={numa_node} has the cores {sorted(node)}, but cpus and this process allow only "
+                f"{sorted(allowed)}. Choose another node or other cores."
             )
     return chosen
 

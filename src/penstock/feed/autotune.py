@@ -1,8 +1,8 @@
-"""Adjust a running pipeline to what is measured: workers, requests, read-ahead and queue.
+"""Tune a running pipeline by measurement: workers, requests, read-ahead and queue.
 
 A hill climb on the trainer's thread: raise the knob that may help the stage with the largest share
-of the data wait, measure the token rate, and keep the change only if the rate rose. Knobs decide
-when batches are made and never what is in them, so the stream does not change.
+of the data wait, measure the token rate, and keep the change only if the rate rose. Knobs affect
+when batches are made, never their content, so the stream does not change.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 WARM_STEPS = 20
-"""Steps that are not measured: the trainer compiles and fills its caches."""
+"""Unmeasured first steps, in which the trainer compiles and fills its caches."""
 SETTLE_S = 1.0
-"""After a change, batches made under the old settings are used up first."""
+"""Unmeasured time after a change, while batches made under the old settings are used up."""
 PERIOD_S, PERIOD_STEPS = 2.0, 10
-"""How long a rate is measured, at least."""
+"""The shortest measurement of a rate: both must be reached."""
 MIN_GAIN = 1.03
 """A change is kept if the rate rises by this factor. Less is noise."""
 MIN_WAIT = 0.01
-"""A smaller share of data wait is left alone."""
+"""Stages with a smaller share of data wait are not tuned."""
 RETRY_S = 60.0
-"""A knob that did not help is not tried again for this time."""
+"""Time before a knob that did not help is tried again."""
 
 MAX_FETCHES = 64
 """Requests in flight. Servers limit clients that send more."""
@@ -52,12 +52,12 @@ class Knob:
     get: Callable[[], int]
     set: Callable[[int], None]
     max: Callable[[], int]
-    """What memory and cores allow now."""
+    """The current limit, given memory and cores."""
     stages: frozenset[str]
     """The stages that a larger value may speed up."""
 
     def raised(self) -> int:
-        """Return the next value to try; the present one if it is at the maximum."""
+        """Return the next value to try, or the current one if it is at the maximum."""
         now = self.get()
         return max(now, min(2 * max(1, now), self.max()))
 
@@ -82,7 +82,7 @@ class Autotune:
         self._measure_from(0.0)
 
     def values(self) -> dict[str, int]:
-        """Return the values of the knobs, without a trial that is not decided."""
+        """Return the values of the knobs, ignoring an undecided trial."""
         values = {knob.name: knob.get() for knob in self.knobs}
         if self._trial is not None:
             values[self._trial.knob.name] = self._trial.before
@@ -95,7 +95,7 @@ class Autotune:
                 knob.set(min(values[knob.name], max(knob.get(), knob.max())))
 
     def step(self, now: float, tokens: int, paused_s: float = 0.0) -> None:
-        """Record a batch that was handed out at `now`, `paused_s` of it in evaluation and the like."""
+        """Record a step that ended at `now`, of which `paused_s` was a pause such as evaluation."""
         if self._warm_steps > 0:
             self._warm_steps -= 1
             self._measure_from(now)
@@ -113,13 +113,13 @@ class Autotune:
         self._begun, self._tokens, self._steps, self._paused_s = begun, 0, 0, 0.0
 
     def _undo_or_keep(self, now: float, rate: float) -> bool:
-        """Decide on the change that was measured. Return True if it was undone."""
+        """Keep or undo the measured change. Return True if it was undone."""
         trial, self._trial = self._trial, None
         if trial is None:
             return False
         why = f"{trial.rate:.0f} → {rate:.0f} tokens/s"
         if rate >= MIN_GAIN * trial.rate:
-            self._retry_at.clear()  # other knobs may help now
+            self._retry_at.clear()  # a former bottleneck may be gone
             self._report(trial.knob, trial.before, why, True)
             return False
         raised = trial.knob.get()
@@ -157,9 +157,9 @@ def pipeline_knobs(
     run: RunContext,
     cores: int,
 ) -> Iterator[Knob]:
-    """Yield the knobs of a pipeline. Lanes of chunks have more of them than other data.
+    """Yield the knobs of a pipeline. Lanes of chunks have more knobs than other data.
 
-    The queue is resized only if the size of a batch is known.
+    The queue has a knob only if the size of a batch is known.
     """
     batch_bytes = run.row_bytes * run.batch_size
     reader: Any = getattr(lanes, "reader", None)
@@ -171,7 +171,7 @@ def pipeline_knobs(
             max=lambda: 1 if lanes.memory_bound else MAX_FETCHES,
             stages=frozenset({"fetch"}),
         )
-    if type(pool) is ThreadPool:  # processes take long to start
+    if type(pool) is ThreadPool:  # processes are slow to start
         yield Knob("n_workers", lambda: pool.n_workers, pool.resize, lambda: cores, WORKER_STAGES)
     if reader is not None:
         yield Knob(
@@ -189,7 +189,7 @@ def pipeline_knobs(
 
         def resize(batches: int) -> None:
             queue.resize(batches)
-            if reader is not None:  # memory for a longer queue comes out of read-ahead
+            if reader is not None:  # a longer queue takes memory from read-ahead
                 more = max(0, batches - size) * batch_bytes
                 lanes.read_ahead_bytes = run.read_ahead_bytes - more
 

@@ -1,8 +1,8 @@
-"""Exchange small values between ranks, apart from training's own collectives.
+"""Exchange small values between ranks, separately from the collectives of training.
 
-Every exchange runs over a gloo process group of its own on the CPU, on the trainer's thread, and
-has a deadline: a rank that died or hangs becomes `PeerFailed`. All ranks must make the same calls
-in the same order. A single rank needs neither torch nor a group.
+Every exchange runs on the trainer's thread, over its own gloo process group on the CPU, and has a
+deadline: a dead or hung rank raises `PeerFailed`. All ranks must make the same calls in the same
+order. A single rank needs neither torch nor a group.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 DEADLINE_S = 300.0
 MAX_TEXT = 4000
-"""Characters of a text that are sent to other ranks."""
+"""Longest text that is sent to other ranks, in characters."""
 
 FAILED, ENDED, READY = 0, 1, 2
 
 
 class Ranks:
-    """The ranks of a run, as one of them sees them. This class is a run of one rank."""
+    """The ranks of a run. This base class is a run of one rank."""
 
     rank, world = 0, 1
     group: Any = None
     """The process group on the CPU; None for a single rank."""
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the integers of all ranks, in rank order. All ranks pass the same number of them."""
+        """Return the integers of all ranks, in rank order. All ranks must pass equally many."""
         return [list(values)]
 
     def gather_texts(self, text: str) -> list[str]:
@@ -48,8 +48,8 @@ class GlooRanks(Ranks):
     def __init__(self, deadline_s: float = DEADLINE_S, clock: Clock | None = None) -> None:
         """Create the process group.
 
-        deadline_s: how long to wait for another rank. It must cover whatever a rank may do between
-            two calls, such as a checkpoint or a compilation. A larger value finds a hang later.
+        deadline_s: how long to wait for other ranks. It must cover everything a rank does between
+            two calls, such as a checkpoint or a compilation. A larger value detects a hang later.
         clock: records the time spent here as stage "ranks".
         """
         from torch import distributed
@@ -75,14 +75,14 @@ class GlooRanks(Ranks):
         return self.gather_objects(text[:MAX_TEXT])
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, pickled on the way."""
+        """Return the values of all ranks, in rank order. Pickles them."""
         gathered: list[Any] = [None] * self.world
         with self._reaching():
             self._distributed.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def close(self) -> None:
-        """Destroy the group once every rank is done with it."""
+        """Wait for all ranks, then destroy the group."""
         with self._reaching():
             self._distributed.barrier(group=self.group)
         self._distributed.destroy_process_group(self.group)
@@ -96,7 +96,7 @@ class GlooRanks(Ranks):
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {self.rank} of {self.world} could not reach the other ranks within "
-                f"{self._deadline_s:g} s: one of them has ended or hangs; see its own output "
+                f"{self._deadline_s:g} s: one of them has exited or hangs; see its own output "
                 f"({str(error).splitlines()[0][:300]})"
             ) from error
 
@@ -108,20 +108,20 @@ class RankAgreement:
         distributed = torch_distributed()
         if distributed is None or distributed.get_world_size() != shard.mod:
             raise ConfigError(
-                f"epochs=… on {shard.mod} ranks: their shares of the data differ in length, so they must agree where to "
-                "end, and torch.distributed is not initialised. Call init_process_group first, or use epochs=None and "
-                "count steps, or pass shard=… to let each reader run to its own end."
+                f"epochs=… on {shard.mod} ranks: their parts of the data differ in length, so they must agree where to "
+                "end, but torch.distributed is not initialised. Call init_process_group first, or use epochs=None and "
+                "count steps, or pass shard=… to let each rank run to its own end."
             )
         self._ranks = GlooRanks(clock=clock)
 
     def next(self, take: Callable[[], T | None]) -> T | None:
-        """Return this rank's batch if every rank has one, or None if the stream of one has ended."""
+        """Return this rank's batch, or None if the stream of any rank has ended."""
         try:
             batch = take()
         except Exception as error:
-            # After a LoaderTimeout the caller asks again, so the others need not know of it.
+            # A LoaderTimeout is not reported to other ranks, because the caller retries.
             if not isinstance(error, LoaderTimeout):
-                with suppress(PeerFailed):  # this rank's own error says more
+                with suppress(PeerFailed):  # this rank's own error is raised below
                     self._ranks.gather([FAILED])
             raise
         votes = [vote for (vote,) in self._ranks.gather([ENDED if batch is None else READY])]
@@ -133,7 +133,7 @@ class RankAgreement:
 
 
 def from_rank_0(make: Callable[[], bytes]) -> bytes:
-    """Call `make` on rank 0 and return its result on every rank. If it fails, it fails everywhere."""
+    """Call `make` on rank 0 and return its result on every rank. A failure raises on every rank."""
     if torch_distributed() is None:
         raise ConfigError(
             "share_listing=True needs torch.distributed: call init_process_group first, or leave it out"

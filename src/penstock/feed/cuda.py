@@ -1,8 +1,8 @@
-"""Copy tensors to a CUDA device on a stream of its own.
+"""Copy tensors to a CUDA device on a separate stream.
 
 Tensors are allocated on the copy stream. `record_stream` keeps their memory until the trainer's
 stream is done with them. Pinned staging memory comes from torch's caching host allocator, which
-reuses a block only after the copies that read it. ROCm goes by the same names in torch.
+reuses a block only after the copies that read it. ROCm uses the same names in torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from penstock.feed.device import Copier
 
-cuda: Any = torch.cuda  # its streams and events are not typed
+cuda: Any = torch.cuda  # streams and events are untyped
 
 MAX_PENDING = 64
-"""Pairs of timing events that are kept before those that have occurred are read."""
+"""Pairs of timing events to collect before reading those that have occurred."""
 
 
 class CudaCopier(Copier):
-    """Copies that overlap the trainer's work, and the time that the device waited for them."""
+    """Copies on a separate stream, and measures how long the device waited for them."""
 
     def __init__(self, device: torch.device) -> None:
         index = cuda.current_device() if device.index is None else device.index
@@ -35,7 +35,7 @@ class CudaCopier(Copier):
         self._wait_begun: Any = None
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited_s = 0.0
-        self._lock = threading.Lock()  # the heartbeat's thread asks for waited_s too
+        self._lock = threading.Lock()  # the heartbeat thread calls waited_s too
 
     def begin_wait(self) -> None:
         """Mark the end of the step that was queued before this call."""
@@ -46,7 +46,7 @@ class CudaCopier(Copier):
     def stream(self) -> Iterator[None]:
         """Make the copy stream current, on this device."""
         if not self._began:
-            # device_preprocess may use constants that the trainer's stream is still making.
+            # device_preprocess may use tensors that the trainer's stream is still computing.
             self._stream.wait_stream(cuda.current_stream(self._device))
             self._began = True
         with cuda.stream(self._stream):
@@ -75,9 +75,9 @@ class CudaCopier(Copier):
             self.waited_s()
 
     def waited_s(self) -> float:
-        """Return how long the trainer's stream was idle between steps, as far as is known.
+        """Return the time that the trainer's stream was idle between steps.
 
-        Never waits for the device: events that have not occurred yet count later.
+        Does not wait for the device: events that have not occurred yet count in a later call.
         """
         with self._lock:
             while self._waits and self._waits[0][1].query():

@@ -1,8 +1,8 @@
 """Copy batches to a device while the training step on an earlier batch runs.
 
-Runs on the trainer's thread: every copy is started in `next`. Keeps 2 batches in flight beyond the
-one in use. Ids travel in their narrow type and are widened to int64 on the device. CUDA copies on a
-stream of its own (see `cuda`); every other device gets a plain `.to(device)`.
+Runs on the trainer's thread: `next` starts every copy. Keeps 2 batches in flight beyond the one in
+use. Copies ids in their narrow type and widens them to int64 on the device. CUDA copies use a
+separate stream (see `cuda`); every other device uses a plain `.to(device)`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Upload = Callable[[Tensor], Tensor]
 Hook = Callable[[Batch], Batch | None]
 
 IN_FLIGHT = 2
-"""Batches on the device beyond the one in use. More would only take device memory."""
+"""Batches on the device beyond the one in use. More would take device memory without benefit."""
 
 SIGNED = {"uint16": (np.int16, 0xFFFF), "uint32": (np.int32, 0xFFFF_FFFF)}
-"""Types that torch hardly supports: the signed type of the same width, and the mask that undoes the sign."""
+"""For types with little torch support: a signed type of the same width, and a mask for its sign."""
 
 
 class Copier:
-    """Copies with `.to(device)` on the stream that is current. `CudaCopier` has its own stream."""
+    """Copies with `.to(device)` on the current stream. `CudaCopier` has its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def begin_wait(self) -> None:
-        """Note that the trainer asks for a batch."""
+        """Record that the trainer requests a batch."""
 
     def stream(self) -> AbstractContextManager[Any]:
         """Make the copy stream current."""
@@ -50,13 +50,13 @@ class Copier:
         return tensor.to(self._device)
 
     def mark(self) -> Any:
-        """Return an event that follows everything queued on the copy stream so far."""
+        """Return an event that occurs after all work queued on the copy stream so far."""
 
     def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:
         """Make the trainer's stream, not the host, wait for the event before it uses the tensors."""
 
     def waited_s(self) -> float | None:
-        """Return how long the device waited for batches, or None if it cannot be measured."""
+        """Return the time the device waited for batches, or None if it cannot be measured."""
         return None
 
 
@@ -79,7 +79,7 @@ def open_copier(name: str) -> Copier:
 
 
 class DeviceFeed:
-    """Returns batches on the device and keeps the next ones on their way."""
+    """Returns batches on the device and starts the copies of the next ones."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class DeviceFeed:
 
         take: returns the next batch within a timeout in seconds, or None at the end.
         poll: returns the next batch if it is ready, otherwise None.
-        hook: changes a batch on the device, on the copy stream, or returns another in its place.
+        hook: changes a batch on the device, on the copy stream, or returns a replacement.
         """
         self._copier, self._take, self._poll = copier, take, poll
         self._hook, self._clock = hook, clock
@@ -101,10 +101,10 @@ class DeviceFeed:
         self._failed: BaseException | None = None
 
     def next(self, timeout: float | None = None) -> Batch | None:
-        """Return the next batch, or None at the end. Waits only if none has been sent.
+        """Return the next batch, or None at the end. Waits only if no batch is in flight.
 
-        An error in a later batch is raised once the batches before it have been returned, and by
-        every call after that. After a `LoaderTimeout`, call again: nothing is lost.
+        An error in a later batch is raised after the batches before it have been returned, and by
+        every later call. After a `LoaderTimeout`, call again: nothing is lost.
         """
         self._copier.begin_wait()
         if not self._sent:
@@ -120,7 +120,7 @@ class DeviceFeed:
         return batch
 
     def waited_s(self) -> float | None:
-        """Return how long the device waited for batches, or None if it cannot be measured."""
+        """Return the time the device waited for batches, or None if it cannot be measured."""
         return self._copier.waited_s()
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class DeviceFeed:
         self._sent.clear()
 
     def _top_up(self) -> None:
-        """Send the batches that are ready. Their errors belong to a later `next`."""
+        """Send batches that are ready. A later `next` raises their errors."""
         while self._failed is None and len(self._sent) <= IN_FLIGHT:
             try:
                 if (batch := self._poll()) is None:
@@ -147,7 +147,7 @@ class DeviceFeed:
                 self._sent.append((batch, self._copier.mark()))
                 track.count("copy", 1, nbytes)
         except BaseException as error:
-            self._failed = error  # the batch is lost, so the stream cannot continue after it
+            self._failed = error  # the batch is lost, so the stream cannot continue
             raise
 
 
@@ -161,15 +161,15 @@ def _preprocessed(batch: Batch, hook: Hook) -> Batch:
         return batch
     if not isinstance(made, Batch):
         raise ConfigError(
-            f"device_preprocess returned {type(made).__name__}: return a Batch, "
-            "or None to keep the one it was given"
+            f"device_preprocess returned {type(made).__name__}: it must return a Batch, "
+            "or None to keep its argument"
         )
     made.take_place_of(batch)
     return made
 
 
 def to_device(batch: Batch, upload: Upload) -> None:
-    """Replace the arrays and tensors of a batch by tensors on the device."""
+    """Replace the arrays and tensors of a batch with tensors on the device."""
     if batch.narrow is not None:
         _widen(batch, batch.narrow, upload)
         batch.narrow = None

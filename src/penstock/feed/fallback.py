@@ -1,9 +1,9 @@
-"""All ranks decide together before each step: real batches, synthetic ones, the end, or an error.
+"""Before each step, all ranks agree on real batches, synthetic batches, the end, or an error.
 
-Each rank waits for its batches no longer than its limits allow, then votes; the worst vote counts
-for all. So no rank enters one of training's collectives while another still waits for data.
-Batches of ranks that had theirs are kept until all ranks have data, so no row is lost or repeated.
-Costs one collective of two integers a step. Loaders are opened and reopened on a thread.
+Each rank waits for its batches up to its time limit, then votes; the worst vote decides for all
+ranks. So no rank enters a collective of training while another waits for data. A rank that has its
+batches keeps them until all ranks have data, so no row is lost or repeated. Costs one collective of
+two integers per step. A background thread opens and reopens loaders.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ log = logging.getLogger("penstock")
 T = TypeVar("T")
 
 FATAL, FAILED, STALLED, ENDED, READY = range(5)
-"""Votes, from the worst to the best."""
+"""Votes, from worst to best."""
 
 
 class FeedStopped(errors.PeerFailed):
-    """All ranks stop at the same step, so that they can still save together."""
+    """All ranks stop at the same step, so that they can save a checkpoint together."""
 
 
 RETRY_S = 10.0
-"""A loader that failed is reopened after this time."""
+"""Time after which a failed loader is reopened."""
 
 CLOSE_S = 1.0
 OPEN_THREAD = "penstock-open"
 
 
 class BackgroundOpen(Generic[T]):
-    """Opens something on a thread of its own, starting at once."""
+    """Runs `make` on a new thread, starting at once."""
 
     def __init__(self, make: Callable[[], T], dispose: Callable[[T], None] | None = None) -> None:
-        """`dispose` closes what `make` returned, also if that comes after `close`."""
+        """`dispose` closes the result of `make`, even if `make` returns after `close`."""
         self._make, self._dispose = make, dispose
         self._opened: Future[T] = Future()
-        # A daemon, because a server may keep `make` waiting when the program ends.
+        # A daemon, because `make` may still wait for a server when the program ends.
         self._thread = threading.Thread(target=self._run, name=OPEN_THREAD, daemon=True)
         self._thread.start()
 
@@ -61,18 +61,18 @@ class BackgroundOpen(Generic[T]):
             self._opened.set_exception(error)
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Return what was opened, or raise its error. `LoaderTimeout` means: ask again."""
+        """Return the result, or raise its error. After `LoaderTimeout`, call again."""
         try:
             self._opened.exception(timeout_s)
         except TimeoutError:
             raise errors.LoaderTimeout(
                 f"the data was not opened within {timeout_s:.3g} s: its files are still being listed, "
-                "or its vocabulary is being loaded. Check that the server can be reached, or allow more time."
+                "or its vocabulary is still loading. Check that the server can be reached, or allow more time."
             ) from None
         return self._opened.result()
 
     def close(self) -> None:
-        """Dispose of what was opened, now or when it comes. Wait a second for the thread."""
+        """Dispose of the result, now or when it is ready. Wait a second for the thread."""
         self._opened.add_done_callback(self._dispose_of)
         self._thread.join(CLOSE_S)
 
@@ -82,18 +82,18 @@ class BackgroundOpen(Generic[T]):
 
 
 class Interrupted(BaseException):
-    """A signal asks this rank to stop waiting."""
+    """Raised by a signal handler to stop waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long to wait for a batch, and what to do then."""
+    """How long to wait for a batch, and what to do after that."""
 
     on_stall: Literal["stop", "synthetic"] = "stop"
     first_timeout_s: float = 60.0
     """For the first batch, including listing files and loading a vocabulary."""
     stall_timeout_s: float = 300.0
-    """For every other batch. A larger value outlasts longer faults, while all ranks wait."""
+    """For every other batch. A larger value tolerates longer faults, while all ranks wait."""
 
 
 @dataclass(slots=True)
@@ -106,13 +106,13 @@ class Substitution:
 
 
 class Turn(NamedTuple):
-    """What all ranks do next."""
+    """The decision of all ranks for a step."""
 
     batches: list[Batch]
     """This rank's batches for the step; empty if the run ends."""
     ended: bool = False
     stop: bool = False
-    """A rank was asked to stop. Batches that were read are not counted in the state."""
+    """A rank was asked to stop. The state excludes batches that were read for this step."""
 
 
 class _Vote(NamedTuple):
@@ -122,7 +122,7 @@ class _Vote(NamedTuple):
 
 
 class SharedFeed:
-    """Hands out the batches of one rank at the steps where all ranks have theirs."""
+    """Returns the batches of one rank in steps in which all ranks have data."""
 
     def __init__(
         self,
@@ -134,19 +134,19 @@ class SharedFeed:
         resumed: list[dict[str, Any]] | None = None,
         substituted: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Start to open a loader: `make` creates it on another thread.
+        """Start opening a loader: `make` creates it on another thread.
 
         event: called with `fallback` and `loader_error`.
-        blame: returns what the loader waited for in the last given number of seconds.
-        resumed: the states of all ranks that `make` loads, saved again if it never opens.
-        substituted: substitutions of the run that is resumed.
+        blame: returns what the loader waited for in the given number of last seconds.
+        resumed: the states of all ranks that `make` loads; saved again if no loader opens.
+        substituted: substitutions of the resumed run.
         """
         self._make, self._limits, self._event, self._blame = make, limits, event, blame
         self._resumed = resumed
         self._ranks = Ranks()
         self._synthetic: Callable[[int, int], Batch] | None = None
         self._loader: Loader | None = None
-        """The newest loader. It belongs to `_opening` while that is not None."""
+        """The latest loader. While `_opening` is set, only that may use it."""
         self._held: deque[Batch] = deque()
         self._first: dict[str, Any] | None = None
         """The state at which the loader started."""
@@ -162,11 +162,11 @@ class SharedFeed:
         self._open()
 
     def join(self, ranks: Ranks, synthetic: Callable[[int, int], Batch] | None = None) -> None:
-        """Decide together with `ranks`. `synthetic(step, n)` makes the n-th batch of a step."""
+        """Set the ranks that decide. `synthetic(step, n)` makes the n-th batch of a step."""
         self._ranks, self._synthetic = ranks, synthetic
 
     def next(self, step: int, count: int = 1, *, stopping: bool = False) -> Turn:
-        """Return the batches of a step, or what all ranks do instead. All ranks call this in step."""
+        """Return the decision for a step, with this rank's batches. All ranks must call this."""
         vote = _Vote(STALLED) if stopping else self._vote(count)
         votes = self._ranks.gather([vote.code, int(stopping or self._interrupted)])
         codes = [code for code, _ in votes]
@@ -187,7 +187,7 @@ class SharedFeed:
         return Turn([self._synthetic(step, n) for n in range(count)])
 
     def _vote(self, count: int) -> _Vote:
-        """Try to get the batches of a step. Does not wait while data is substituted."""
+        """Return this rank's vote on a step. Does not wait while data is substituted."""
         if self._failure is not None:
             if time.monotonic() < self._retry_at:
                 return self._failure
@@ -212,7 +212,7 @@ class SharedFeed:
         return _Vote(READY if len(self._held) >= count else ENDED)
 
     def _fill(self, count: int, deadline: float) -> None:
-        """Hold `count` batches, or fewer at the end of the stream."""
+        """Buffer `count` batches, or fewer at the end of the stream."""
         self._waiting = True
         try:
             loader = self._opened(deadline)
@@ -234,7 +234,7 @@ class SharedFeed:
         return self._loader
 
     def _open(self) -> None:
-        """Open the loader, or reopen it after the last batch that it handed out."""
+        """Open the loader, or reopen it after the last batch it returned."""
         loader = self._loader
 
         def start() -> Loader:
@@ -249,7 +249,7 @@ class SharedFeed:
         text = f"{type(error).__name__}: {error}"
         if self._opening is not None:
             self._event("loader_error", error=text[:1000], stage="open", where="")
-        # What does not pass by itself stops the run: synthetic data would hide it.
+        # A permanent error stops the run, because synthetic data would hide it.
         mistake = isinstance(error, errors.ConfigError | errors.StateError)
         mistake = mistake or type(error) is errors.SourceError
         self._failure = _Vote(FATAL if mistake else FAILED, text, error)
@@ -257,7 +257,7 @@ class SharedFeed:
         return self._failure
 
     def _reason(self, codes: list[int], vote: _Vote) -> str:
-        """Return the same sentence on all ranks: which have no data, and why the worst has none."""
+        """Return the reason on all ranks: how many have no data, and why the worst has none."""
         worst, world = codes.index(min(codes)), len(codes)
         why = self._ranks.gather_texts(vote.text)[worst].rstrip(".")
         if world == 1:
@@ -288,12 +288,12 @@ class SharedFeed:
         self.substitutions[-1].last = step
 
     def interrupt(self) -> None:
-        """Stop waiting. For a signal handler, which runs on the trainer's thread."""
+        """Stop waiting. Called by a signal handler on the trainer's thread."""
         if self._waiting:
             raise Interrupted
 
     def left_s(self) -> float:
-        """Return how long the first batch may still take, counted from the first request."""
+        """Return the time left for the first batch, counted from the first request."""
         if self._asked_at is None:
             self._asked_at = time.monotonic()
         return max(0.0, self._limits.first_timeout_s - (time.monotonic() - self._asked_at))
@@ -306,7 +306,7 @@ class SharedFeed:
             return None  # `next` raises it again and reports it
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch trained on and all substitutions, as JSON."""
+        """Return the state after the last real batch, and all substitutions, as JSON."""
         position: Any = self._state() if self._state is not None else self._first or self._resumed
         return {"loader": position, "substituted": [asdict(each) for each in self.substitutions]}
 
@@ -320,9 +320,9 @@ class SharedFeed:
 
 
 def loader_states(saved: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return the loaders' states from what all ranks saved; None if none had started to read."""
+    """Return the loader states that all ranks saved, or None if a rank saved none."""
     states: list[Any] = [each.get("loader") for each in saved]
     for state in states:
-        if isinstance(state, list):  # a rank that never opened its loader saved those of all ranks
+        if isinstance(state, list):  # saved by a rank whose loader never opened
             return state
     return None if None in states else states

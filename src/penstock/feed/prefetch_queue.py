@@ -1,7 +1,7 @@
 """The bounded queue between the producer thread and the consumer.
 
-The producer thread calls `produce` and appends; `get` pops. One condition guards everything. The
-end of the stream, or the exception that ended it, is stored here and raised after the items
+The producer thread calls `produce` and appends; `get` pops. One condition guards all fields. The
+queue stores the end of the stream, or the exception that ended it, and reports it after the items
 before it.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class PrefetchQueue(Generic[T]):
-    """Keeps up to `capacity` items buffered."""
+    """Buffers up to `capacity` items."""
 
     def __init__(
         self,
@@ -34,31 +34,31 @@ class PrefetchQueue(Generic[T]):
         slots: Callable[[T], int],
         block: int = 1,
     ) -> None:
-        """`produce` returns up to that many items, and none at the end. `slots` returns how much of
-        the capacity an item takes. Up to `block` items are made at once, if need be beyond the
-        capacity: waking a thread costs more than making a small one."""
+        """`produce(n)` returns up to n items, and none at the end. `slots` returns the share of the
+        capacity that an item takes. Up to `block` items are made at once, even beyond the capacity,
+        because waking a thread costs more than making a small item."""
         self._produce, self._slots, self._cpus, self._clock = produce, slots, cpus, clock
         self._block = block
         self._timeline = clock.new_timeline("penstock-producer")
         # Reentrant: garbage collection may close a loader on a thread that holds the lock.
-        # Taken by itself: Ctrl-C between two lines of `Condition.__exit__` would leave it locked.
+        # Used directly, because Ctrl-C inside `Condition.__exit__` could leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._items: deque[tuple[T, int]] = deque()
         self._used = 0
         self.capacity = self._limit = capacity
         self._low = capacity // 2
-        """A full queue is filled again once it is half empty, so that threads seldom wake up."""
+        """A full queue is refilled once it is half empty, so that threads seldom wake up."""
         self._blocked = self._ended = self._stopped = False
         self._error: BaseException | None = None
         self.first_made: float | None = None
-        """When the first item was there, in monotonic time."""
+        """The monotonic time at which the first item was ready."""
         self._thread = threading.Thread(target=self._run, name="penstock-producer", daemon=True)
         self._thread.start()
 
     @property
     def depth(self) -> int:
-        """Items that are buffered, without those beyond the capacity."""
+        """The number of buffered items, at most the capacity."""
         return min(len(self._items), self._limit)
 
     def get(self, timeout_s: float | None = None) -> T | None:
@@ -82,7 +82,7 @@ class PrefetchQueue(Generic[T]):
             raise closed()
 
     def fill(self, items: int, timeout_s: float) -> int:
-        """Wait until `items` are buffered, and return how many are. The capacity grows meanwhile."""
+        """Wait until `items` are buffered, even beyond the capacity. Return their number."""
         with self._lock:
             self._limit = max(self.capacity, items)
             self._low = self._limit - 1
@@ -99,7 +99,7 @@ class PrefetchQueue(Generic[T]):
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the producer after its current item, and drop what is buffered."""
+        """Stop the producer after its current item, and drop buffered items."""
         with self._lock:
             self._stopped = True
             self._items.clear()
@@ -109,7 +109,7 @@ class PrefetchQueue(Generic[T]):
         return join_all([self._thread], timeout_s)
 
     def _waited(self, items: int, timeout_s: float | None) -> bool:
-        """Wait for items. Return False after a timeout, True also at the end of the stream."""
+        """Wait for items. Return False after a timeout, and True also at the end of the stream."""
 
         def there() -> bool:
             return len(self._items) >= items or self._ended or self._stopped
@@ -121,23 +121,23 @@ class PrefetchQueue(Generic[T]):
         with self._clock.stage(WAIT, self._timeline):
             return self._changed.wait_for(there, timeout_s)
 
-    # The producer thread
+    # On the producer thread
 
     def _run(self) -> None:
         self._clock.adopt(self._timeline)
         try:
             pin(self._cpus)
-            wanted = 1  # the first item does not wait for a second one
+            wanted = 1  # the first item does not wait for others
             while (made := self._produce(wanted)) and self._put(made):
                 wanted = min(2 * wanted, self._block)
-        except BaseException as error:  # raised by the `get` that comes to it
+        except BaseException as error:  # raised by `get` after the items before it
             self._error = error
         with self._lock:
             self._ended = True
             self._changed.notify_all()
 
     def _put(self, made: list[T]) -> bool:
-        """Wait for room and hand over items. Return False once the queue was stopped."""
+        """Wait for room and append items. Return False if the queue was stopped."""
         items = [(item, self._slots(item)) for item in made]
         with self._lock:
             if self.first_made is None:

@@ -1,11 +1,11 @@
 """Call the methods of one object in worker processes.
 
-Each thread of a thread pool owns a process, sends its calls there through a pipe and waits for the
-result, so order, dependencies and shutdown are those of the thread pool. The work is pure: a call
-whose process died is repeated in a new one, once. Results are pickled.
+Each thread of a thread pool sends its call to an idle process through a pipe and waits for the
+result, so order, dependencies and shutdown are those of the thread pool. Because the work is pure,
+a call whose process died is repeated once, in a new process. Results are pickled.
 
-`ProcessPoolExecutor` does not fit: its children share one pipe for results, and the parent hangs if
-one of them is killed while it writes a large result (CPython 3.11).
+`ProcessPoolExecutor` is not used, because its children share one pipe for results, and the parent
+hangs if one of them is killed while it writes a large result (CPython 3.11).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class ProcessPool(ThreadPool):
 
     @property
     def restarts(self) -> int:  # type: ignore[override]
-        """How often processes died and were replaced."""
+        """The number of processes that died and were replaced."""
         return len(self._processes.deaths)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the running calls, then for the processes. Return False after the timeout."""
+        """Wait for running calls, then stop the processes. Return False after the timeout."""
         ended = super().join(timeout_s)
         if ended:
             self._processes.close()
@@ -70,7 +70,7 @@ class _Worker(NamedTuple):
     pipe: Connection
 
     def close(self) -> int | None:
-        """End the process, which exits by itself once its pipe is closed. Return its exit code."""
+        """Stop the process, which exits when its pipe is closed. Return its exit code."""
         self.pipe.close()
         self.process.join(EXIT_S)
         self.process.kill()
@@ -79,7 +79,7 @@ class _Worker(NamedTuple):
 
 
 class _Processes:
-    """Stands in for the work object on the pool's threads: its methods run in a process."""
+    """Proxy for the work object: a method call on a pool thread runs in a worker process."""
 
     def __init__(self, n_workers: int, work: Any, cpus: Any, clock: Clock) -> None:
         try:
@@ -95,10 +95,10 @@ class _Processes:
         self._clock = clock
         methods = multiprocessing.get_all_start_methods()
         context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        # What the fork server imports, the processes need not import again, each for itself.
+        # Forked processes inherit these imports from the fork server.
         context.set_forkserver_preload([*({"numpy", "pyarrow", "torch"} & sys.modules.keys())])
         self._context: Any = context
-        self._idle: SimpleQueue[_Worker | None] = SimpleQueue()  # None: a process not yet started
+        self._idle: SimpleQueue[_Worker | None] = SimpleQueue()  # None: not started
         for _ in range(n_workers):
             self._idle.put(None)
 
@@ -106,7 +106,7 @@ class _Processes:
         return partial(self._call, method)
 
     def close(self) -> None:
-        """End the idle processes, which are all of them once the pool's threads have ended."""
+        """Stop the idle processes: all of them, once the pool's threads have exited."""
         while not self._idle.empty():
             if (worker := self._idle.get()) is not None:
                 worker.close()
@@ -131,7 +131,7 @@ class _Processes:
         finally:
             self._idle.put(worker)
         if reply is None:
-            raise WorkerDied(f"two worker processes died, one after the other: {died}")
+            raise WorkerDied(f"two worker processes died in a row: {died}")
         good, value, report = pickle.loads(reply)
         if report is not None:
             self._clock.timeline().absorb(report, args[0] if args else None)
@@ -144,14 +144,14 @@ class _Processes:
         args = (theirs, self._pickled, self._cpus)
         process = self._context.Process(target=_serve, args=args, daemon=True)
         process.start()
-        theirs.close()  # the process has the only copy now, so its death ends our `recv_bytes`
+        theirs.close()  # the child has the only copy, so `recv_bytes` raises if it dies
         worker = _Worker(process, ours)
         try:
             error = pickle.loads(ours.recv_bytes())
         except (EOFError, OSError):
             raise ConfigError(
                 f"a worker process could not start (exit code {worker.close()}): see stderr. It "
-                "imports your main module first, so code that is not for the workers belongs under "
+                "imports your main module first, so put code that workers must not run under "
                 'if __name__ == "__main__". Or use workers="thread".'
             ) from None
         if error is not None:
@@ -165,7 +165,7 @@ class _Processes:
 
 def _serve(pipe: Connection, pickled: bytes, cpus: frozenset[int] | None) -> None:
     """Answer calls until the parent closes its end of the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
         pin(cpus)
@@ -180,7 +180,7 @@ def _serve(pipe: Connection, pickled: bytes, cpus: frozenset[int] | None) -> Non
 
 
 def _exit_with_parent() -> None:
-    """End this process when the parent is gone, also in the middle of a call."""
+    """Exit when the parent process exits, even during a call."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -188,7 +188,7 @@ def _exit_with_parent() -> None:
 
 
 def _answer(work: Any, message: bytes) -> bytes:
-    """Make a call. Return, pickled, whether it succeeded, its result or exception, its stage times."""
+    """Make a call. Return a pickled (success, result or exception, stage times)."""
     try:
         method, args = pickle.loads(message)
         good, value = True, getattr(work, method)(*args)
@@ -203,21 +203,21 @@ def _answer(work: Any, message: bytes) -> bytes:
 
 
 def portable(error: BaseException) -> Any:
-    """Return an object that pickles as this exception, or as a RuntimeError if it cannot be loaded.
+    """Return an object that unpickles to this exception, or a RuntimeError if that is not possible.
 
-    The traceback becomes a note.
+    Adds the traceback as a note.
     """
     text = "".join(traceback.format_exception(error))
     error.add_note(f"in worker process {os.getpid()}:\n{text}")
     for form in (error, _Portable(error)):
-        with contextlib.suppress(Exception):  # then the next form is tried
+        with contextlib.suppress(Exception):  # try the next form
             if str(pickle.loads(pickle.dumps(form))) == str(error):
                 return form
     return RuntimeError(text)
 
 
 class _Portable:
-    """Pickles as an exception that is rebuilt without its `__init__`, which may take other arguments."""
+    """Pickles an exception so that loading it skips `__init__`, which may take other arguments."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

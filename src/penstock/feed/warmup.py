@@ -1,8 +1,8 @@
 """Fetch the first items of any iterator before the first step.
 
-A thread, "penstock-warmup", fetches them into one buffer and ends with the warmup; the consumer
-fetches the rest itself. If the loader has a `state_dict`, a copy of its state is kept with each
-buffered item. A loader of ours fills its own queue instead.
+The thread "penstock-warmup" fetches them into one buffer and exits with the warmup; the consumer
+fetches the rest itself. If the loader has a `state_dict`, each buffered item comes with a copy of
+the loader's state. A Penstock loader fills its own queue instead.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 BATCHES = 8
 QUICK_S = 0.1
-"""An "auto" warmup fetches no more if the first item took no longer than this."""
+"""An "auto" warmup fetches one item only, if that took no longer than this."""
 CLOSE_S = 5.0
-"""How long `close` waits for the item that is being fetched."""
+"""How long `close` waits for the current fetch."""
 
 _NOTHING: Any = object()
 
@@ -52,25 +52,25 @@ class _Fetched(NamedTuple):
 
 
 class WarmedIterator(Iterator[T]):
-    """One pass over a loader whose first items were fetched already."""
+    """One pass over a loader whose first items are buffered."""
 
     def __init__(self, iterable: Iterable[T], first: Any = _NOTHING) -> None:
         self.result = Warmup(0, 0, 0.0)
         self._iterable, self._first = iterable, first
-        # On the caller's thread: a DataLoader draws its seed here.
-        # `next` continues a loader of ours, where `iter` might start another pass.
+        # On the caller's thread, because a DataLoader draws its seed in `iter`.
+        # A Penstock loader continues with `next`; `iter` might start another pass.
         continues = first is not _NOTHING and _is_own(iterable)
         self._iterator: Any = iterable if continues else iter(iterable)
         if first is not _NOTHING and self._iterator is not iterable:
             log.warning(
-                "a %s starts a new pass, so a first batch that was taken from it comes again. "
-                "Pass the iterator that it was taken from.", type(iterable).__name__,
+                "a %s starts a new pass, so the given first batch will be repeated. "
+                "Pass the iterator that returned it.", type(iterable).__name__,
             )  # fmt: skip
         self._wanted = 0
         self._thread: threading.Thread | None = None
         self._fetched: deque[_Fetched] = deque()
         self._state = _NOTHING
-        """After the last item handed out; _NOTHING if the loader itself is there."""
+        """The state after the last item returned; _NOTHING if the loader's own state is current."""
 
     def __next__(self) -> T:
         if self._iterator is None:
@@ -79,7 +79,7 @@ class WarmedIterator(Iterator[T]):
             first, self._first = self._first, _NOTHING
             return first  # type: ignore[no-any-return]
         if self._thread is not None and not self._fetched:
-            self._thread.join()  # it ends with the item that it is fetching
+            self._thread.join()  # it exits after its current fetch
             self._thread = None
         if not self._fetched:
             self._state = _NOTHING
@@ -91,7 +91,7 @@ class WarmedIterator(Iterator[T]):
         return fetched.item  # type: ignore[no-any-return]
 
     def state_dict(self) -> Any:
-        """Return the loader's state after the last item handed out, however far it was read ahead."""
+        """Return the loader's state after the last item returned, regardless of read-ahead."""
         if self._first is not _NOTHING:
             raise StateError(
                 "the state before the first batch is unknown, because it was fetched before the warmup. "
@@ -105,8 +105,8 @@ class WarmedIterator(Iterator[T]):
     def close(self) -> bool:
         """Release the loader and the buffer, and join the thread. Safe to call again.
 
-        A stuck iterator cannot be interrupted: then this logs a warning and returns False after
-        5 s. A loader of ours is shut down.
+        A stuck iterator cannot be interrupted: after 5 s this logs a warning and returns False. A
+        Penstock loader is shut down.
         """
         self._wanted, self._first, self._iterator = 0, _NOTHING, None
         if _is_own(self._iterable):
@@ -138,7 +138,7 @@ class WarmedIterator(Iterator[T]):
         self.result = Warmup(requested, filled, 1e3 * (time.monotonic() - begun))
 
     def _fetch_until(self, count: int, deadline: float) -> None:
-        """Buffer `count` items on a thread. After the deadline it ends with its present item."""
+        """Buffer `count` items on a thread. After the deadline it exits with its current item."""
         self._wanted = count
         self._thread = threading.Thread(
             target=self._fetch, args=[self._iterator], name="penstock-warmup", daemon=True
@@ -155,7 +155,7 @@ class WarmedIterator(Iterator[T]):
             item = None
             try:
                 item = next(iterator)
-            except BaseException as raised:  # for the `next` that asks for this item
+            except BaseException as raised:  # raised by the `next` that requests this item
                 error = raised
             self._fetched.append(_Fetched(item, error, self._loader_state()))
 
@@ -175,10 +175,10 @@ def warmup_loader(
     *,
     heartbeat: Any = None,
 ) -> WarmedIterator[T]:
-    """Fetch the first items of a loader in the background; wait for them or until the timeout.
+    """Fetch the first items of a loader in the background, and wait for them up to the timeout.
 
-    batches: how many. "auto" fetches one and, if that took longer than 0.1 s, 8. 0 turns it off.
-    timeout: seconds to wait at most. An item that is being fetched then comes next. 0 turns it off.
+    batches: the number of items. "auto" fetches one and, if that took longer than 0.1 s, 8. 0: off.
+    timeout: longest wait in seconds; a fetch in progress continues and its item comes next. 0: off.
     heartbeat: an object with `event(msg, **fields)`; receives `loader_warmup`, with its own prefix
         if it has one.
     """
@@ -193,9 +193,9 @@ def warmup_loader_with_first_batch(
     *,
     heartbeat: Any = None,
 ) -> WarmedIterator[T]:
-    """Like `warmup_loader`, for a caller that has the first item already: it comes first.
+    """Like `warmup_loader`, for a caller that has already taken the first item: it comes first.
 
-    iterable: the iterator that `first` was taken from.
+    iterable: the iterator that returned `first`.
     """
     batches, timeout = check_arguments(batches, timeout)
     warmed = WarmedIterator(iterable, first)
@@ -213,7 +213,7 @@ def warmup_loader_with_first_batch(
 
 
 def check_arguments(batches: Any, timeout: Any) -> tuple[int | Literal["auto"], float]:
-    """Check the arguments of a warmup: they are those of the loader's options."""
+    """Check the arguments of a warmup against the loader's options of the same meaning."""
     declared = options_of(LoaderOptions)
     batches = replace(declared["warmup_batches"], name="batches").read(batches)
     return batches, replace(declared["warmup_timeout"], name="timeout").read(timeout)
@@ -227,7 +227,7 @@ def check_warmup(
     batch_bytes = run.row_bytes * run.batch_size
     if wanted != "auto" and batch_bytes * (wanted + 1) > memory_limit:
         raise ConfigError(
-            f"batches={wanted}: take {batch_bytes * wanted} bytes, more than "
+            f"batches={wanted}: they take {batch_bytes * wanted} bytes, more than "
             f"memory_limit={memory_limit}. Ask for fewer, or raise it."
         )
     return wanted, timeout

@@ -1,8 +1,8 @@
 """Run tasks on worker threads, oldest first, and return futures.
 
-A task is a call of a method of the pool's `work` object: a pure function of its arguments, so that
-a process pool can run it as well. A task may follow another one (`after=`): it is queued when that
-one has its result, so no worker blocks on a fetch.
+A task calls a method of the pool's `work` object. It is a pure function of its arguments, so that a
+process pool can also run it. A task may depend on another one (`after=`): it is queued when that
+one has its result, so that no worker blocks on a fetch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.watch.stage_timer import WAIT, Clock, NullClock, ThreadTimeline
 
 T = TypeVar("T")
 Call = str | Callable[..., Any]
-"""The name of a method of the work object; threads also take any function."""
+"""The name of a method of the work object, or a function, which runs in this process."""
 
 
 def method(work: Any, call: Call) -> Callable[..., Any]:
@@ -30,12 +30,12 @@ def method(work: Any, call: Call) -> Callable[..., Any]:
 
 
 def closed() -> LoaderClosed:
-    """Return the error for those who wait on a loader that is shut down."""
+    """Return the error for callers that wait on a loader during its shutdown."""
     return LoaderClosed("the loader was shut down")
 
 
 class Task(Future[T]):
-    """A future that records what was done for it, so that a wait can be explained."""
+    """A future that records the stages of its work, so that a wait can be attributed."""
 
     def __init__(self, clock: Clock, after: Task[Any] | None = None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Task(Future[T]):
             return super().result(timeout)
 
     def run(self, function: Callable[..., T], *args: Any, on: ThreadTimeline | None = None) -> None:
-        """Call the function and store what it returns or raises; `on` records the time."""
+        """Call the function and store its result or exception; `on` records the time."""
         if not self.set_running_or_notify_cancel():
             return
         result: Any = None
@@ -60,7 +60,7 @@ class Task(Future[T]):
             on.begin(self.timeline)
         try:
             result = function(*args)
-        except StopIteration as raised:  # to the caller it would look like the end of the data
+        except StopIteration as raised:  # the caller would take it for the end of the data
             error = RuntimeError("a StopIteration came out of the dataset, preprocess or collate")
             error.__notes__ = getattr(raised, "__notes__", [])
         except BaseException as raised:
@@ -74,7 +74,7 @@ class Task(Future[T]):
             self.set_result(result)
 
     def ready(self) -> bool:
-        """Return True if there is a result: not for a task that failed or was cancelled."""
+        """Return True if there is a result: not if the task is pending, failed or cancelled."""
         return self.done() and not self.cancelled() and self.exception() is None
 
 
@@ -88,7 +88,7 @@ class Pool(Protocol):
         self, call: Call, *args: Any, after: Task[Any] | None = None, urgent: bool = False
     ) -> Task[Any]:
         """Queue a call. With `after`, the result of that task becomes the last argument; its
-        failure becomes this task's failure. An urgent task goes before all that wait."""
+        failure becomes this task's failure. An urgent task runs before all queued ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,7 @@ class ThreadPool:
         self.resize(n_workers)
 
     def resize(self, n_workers: int) -> None:
-        """Run this many threads. A surplus one exits after its current task."""
+        """Set the number of threads. Surplus threads exit after their current task."""
         with self._changed:
             self.n_workers = n_workers
             self._changed.notify_all()
@@ -178,7 +178,7 @@ class ThreadPool:
         job.fail(closed())
 
     def stop(self) -> None:
-        """Take no more tasks and fail those that wait. Running ones finish."""
+        """Accept no more tasks, and fail queued ones. Running tasks finish."""
         with self._changed:
             self._stopped = True
             waiting, self._jobs = self._jobs, []
@@ -198,7 +198,7 @@ class ThreadPool:
                 return None
             if number >= self.n_workers:
                 del self._threads[number]
-                self._changed.notify()  # it may have been woken for a job that it does not take
+                self._changed.notify()  # pass on a wake-up for a job that this thread does not take
                 return None
             return heapq.heappop(self._jobs)
 
@@ -211,7 +211,7 @@ class ThreadPool:
 
 
 class LazyTask(Task[T]):
-    """A task that runs on the thread that asks for its result."""
+    """A task that runs on the thread that requests its result."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__(NullClock())
@@ -225,7 +225,7 @@ class LazyTask(Task[T]):
 
 
 class InlinePool:
-    """No workers: a task runs when its result is asked for."""
+    """A pool without workers: a task runs when its result is requested."""
 
     n_workers = 0
     restarts = 0
@@ -248,7 +248,7 @@ class InlinePool:
 def make_pool(
     n_workers: int, work: Any, *, workers: str, cpus: frozenset[int] | None, clock: Clock
 ) -> ThreadPool | InlinePool:
-    """Return threads or processes, or for 0 workers a pool that runs tasks in the caller."""
+    """Return a pool of threads or processes; for 0 workers, one that runs tasks in the caller."""
     if n_workers == 0:
         return InlinePool(work)
     if workers == "thread":
@@ -278,7 +278,7 @@ class PartWorks:
 
 
 class PartPool:
-    """A pool over `PartWorks`, as one of the parts sees it."""
+    """The view that one part has of a pool over `PartWorks`."""
 
     def __init__(self, pool: Pool, part: str) -> None:
         self.pool, self._part = pool, part

@@ -1,10 +1,10 @@
 """Choose the part of a mixture that each row comes from.
 
-The rule is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): among the
-parts that are owed a row, the one whose debt falls due first. It keeps every part within one row of
-its share at every moment, for any number of parts; taking the largest debt does not. Costs about a
-microsecond of Python for each global row. The only state is the number of rows of each part since
-the weights changed.
+Uses Tijdeman's rule for the chairman assignment problem (Discrete Mathematics 32, 1980): among the
+parts that are owed a row, choose the one with the earliest deadline. This keeps every part within
+one row of its share at all times, for any number of parts; choosing the largest debt does not.
+Costs about a microsecond of Python per global row. The only state is the number of rows of each
+part since the weights changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from penstock.errors import ConfigError
 from penstock.order.shuffle import I64
 
 UNIT = 1 << 40
-"""Weights are integers that add up to this, so that shares are exact over any run."""
+"""The sum of the integer weights, which keep shares exact over any run."""
 BLOCK = 256
-"""Rows that are chosen at once."""
+"""Rows to choose at once."""
 
 Schedule = tuple[tuple[int, tuple[int, ...]], ...]
-"""From which global row on which weights hold, ascending. Weights change between two rounds of
-lanes."""
+"""Pairs of a global row and the weights from that row on, ascending. Weights change only between
+two rounds of lanes."""
 Parts = np.ndarray[Any, np.dtype[np.int16]]
 
 
@@ -33,8 +33,8 @@ def whole_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
     """Return weights as integers that add up to `UNIT`, in the order of the names."""
     if set(weights) != set(names):
         raise ConfigError(
-            f"weights name {', '.join(map(repr, weights)) or 'nothing'}, and the mixture has "
-            f"{', '.join(map(repr, names))}: give each part its weight, 0 to leave it out"
+            f"weights name {', '.join(map(repr, weights)) or 'nothing'}, but the mixture has "
+            f"{', '.join(map(repr, names))}: give each part a weight, 0 to leave it out"
         )
     for name, weight in weights.items():
         number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
@@ -54,8 +54,8 @@ def whole_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
 def choice_of(rows: I64, lane: int, lanes: int) -> I64:
     """Map a lane's row numbers to indices of global choices within their rounds.
 
-    A round is one row of each lane. The assignment rotates by the golden section, so that it never
-    falls in step with a pattern of choices: each lane gets its share of every part.
+    A round is one row of each lane. The assignment rotates by the golden section, so that it does
+    not align with a periodic pattern of choices, and each lane gets its share of every part.
     """
     with np.errstate(over="ignore"):
         step = (rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
@@ -64,7 +64,7 @@ def choice_of(rows: I64, lane: int, lanes: int) -> I64:
 
 
 def next_pass(schedule: Schedule, row: int, lanes: int) -> Schedule:
-    """Return the weights of a pass that begins after `row` rows. Planned changes stay as far away."""
+    """Return the weights of a pass that begins after `row` rows, with planned changes shifted."""
     held = [(0, weights) for begin, weights in schedule if begin <= row][-1:]
     later = {
         -(-(begin - row) // lanes) * lanes: weights for begin, weights in schedule if begin > row
@@ -73,7 +73,7 @@ def next_pass(schedule: Schedule, row: int, lanes: int) -> Schedule:
 
 
 class Block(NamedTuple):
-    """The parts of some consecutive global rows, and the counts before them."""
+    """The parts of consecutive global rows, and the counts before them."""
 
     start: int
     counts: tuple[int, ...]
@@ -81,7 +81,7 @@ class Block(NamedTuple):
 
 
 class Chooser:
-    """Chooses parts for global rows, from one row on. Shared by the lanes of a rank."""
+    """Chooses parts for global rows, starting at one row. Shared by the lanes of a rank."""
 
     def __init__(self, schedule: Schedule, row: int, counts: Sequence[int]) -> None:
         self._schedule = schedule
@@ -90,7 +90,7 @@ class Chooser:
         self._blocks: list[Block] = []
 
     def parts(self, rows: I64) -> Parts:
-        """Return the parts of some global rows."""
+        """Return the parts of global rows."""
         self._extend(int(rows.max()) + 1)
         every = np.concatenate([block.parts for block in self._blocks])
         return every[rows - self._blocks[0].start]
@@ -106,7 +106,7 @@ class Chooser:
         return tuple((np.array(counts) + so_far).tolist())
 
     def forget(self, row: int) -> None:
-        """Drop the choices before a row that no lane will ask for again."""
+        """Drop the choices before a row, which no lane needs any more."""
         while len(self._blocks) > 1 and self._blocks[1].start <= row:
             self._blocks.pop(0)
 
@@ -120,12 +120,12 @@ class Chooser:
             self._choose(begin, weights, min([*later, self._row + BLOCK]))
 
     def _choose(self, begin: int, weights: tuple[int, ...], end: int) -> None:
-        """Choose for the rows up to `end`, within which the weights do not change."""
+        """Choose parts for the rows up to `end`, between which the weights do not change."""
         counts, first = self._counts, self._row
         before = tuple(counts)
         active = [i for i, weight in enumerate(weights) if weight]
         slack = UNIT // max(1, 2 * len(active) - 2)
-        # What each part is owed: its share of the rows so far less what it has had, in units.
+        # The debt to each part: its share of the rows so far minus its rows, in units.
         owed = [w * (first - begin) - UNIT * n for w, n in zip(weights, counts, strict=True)]
         parts = []
         for _ in range(first, end):
@@ -136,7 +136,7 @@ class Chooser:
                     left = (UNIT - slack - owed[i]) / weights[i]
                     if best < 0 or left < due:
                         best, due = i, left
-            if best < 0:  # the slack was rounded: the largest debt is within a hair of it
+            if best < 0:  # the slack was rounded, so the largest debt is just below it
                 best = max(active, key=owed.__getitem__)
             owed[best] -= UNIT
             counts[best] += 1

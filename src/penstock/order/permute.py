@@ -1,12 +1,12 @@
-"""Elements of a permutation of any length, computed on demand and never stored.
+"""Compute elements of a permutation of any length on demand, without storing it.
 
-The same on every machine: 64-bit integers, added, multiplied and shifted. Constant memory; about
-70 µs for 16 elements, 0.03 to 0.06 µs each for a million, whatever the length.
+The same on every machine, because it only adds, multiplies and shifts 64-bit integers. Constant
+memory; about 70 µs for 16 elements, 0.03 to 0.06 µs each for a million, for any length.
 
-A number below `rows * columns` is a cell (row, column) of a table. Adding to its row something that
-depends on its column, or the other way round, permutes the cells: a Feistel network whose halves
-need not be bits. The table is the smallest nearly square one that holds the range, so few numbers
-fall outside and have to be mapped again. (Halves of 2^k would leave up to three quarters outside.)
+A number below `rows * columns` is a cell (row, column) of a table. Adding a hash of the column to
+the row, or of the row to the column, permutes the cells: a Feistel network whose halves need not be
+bits. The table is the smallest nearly square one that holds the range, so few numbers fall outside
+and are mapped again. (Halves of 2^k would leave up to three quarters outside.)
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 from penstock.order.shuffle import I64, U64, mix, permutation
 
 _SORTED = 256
-"""Up to this length the permutation is a sort order of hashes: every order is equally likely. A
-network over few cells only comes near to that."""
+"""Up to this length the permutation is a sort order of hashes, so every order is equally likely. A
+network over few cells only approximates that."""
 _ROUNDS = 6
-"""At least four hide all structure; in small tables each more brings the order closer to uniform."""
+"""At least four hide all structure. In small tables, more bring the order closer to uniform."""
 _BLOCK = 1 << 14
-"""Elements computed at once, so that intermediate results stay in a core's own cache."""
+"""Elements computed at once, so that intermediate results fit into a core's cache."""
 
 
 def _constant(value: int) -> U64:
-    # An array without dimensions takes numpy half as long as a scalar, which matters for a few
+    # A zero-dimensional array is twice as fast in numpy as a scalar, which matters for few
     # elements.
     return np.array(value, np.uint64)
 
@@ -37,8 +37,8 @@ _27, _30, _32 = _constant(27), _constant(30), _constant(32)
 
 
 def permute(n: int, key: int, indices: I64) -> I64:
-    """Return the elements at `indices` of a permutation of range(n), n ≤ 2**62, that depends on `n` and
-    `key` only."""
+    """Return the elements at `indices` of a permutation of range(n), n ≤ 2**62. It depends only on
+    `n` and `key`."""
     if n <= _SORTED:
         return permutation(n, key, n)[indices]
     columns = isqrt(n - 1) + 1
@@ -49,8 +49,8 @@ def permute(n: int, key: int, indices: I64) -> I64:
     for at in range(0, indices.size, _BLOCK):
         x = indices[at : at + _BLOCK].astype(np.uint64)
         x = _network(x, rows, columns, keys)
-        # Numbers outside of the range are mapped again until they are inside. The network is a
-        # bijection of the table, so this is one of the range.
+        # Map numbers outside the range again until they are inside. The network is a bijection of
+        # the table, so this is a bijection of the range.
         while (outside := np.flatnonzero(x >= n)).size:
             x[outside] = _network(x[outside], rows, columns, keys)
         out[at : at + _BLOCK] = x

@@ -1,13 +1,13 @@
 """Assign the chunks of an epoch to lanes, balanced by bytes.
 
-A pure function of the file list, seed and number of lanes. If there are many files, each is
-assigned whole, so that a lane opens only its own. With fewer than `FILES_PER_LANE` files per lane,
-lanes form teams: files are assigned to teams, and the chunks of a file to the lanes of its team. A
-file that is large compared to a team's share is assigned to all lanes, chunk by chunk. If there are
-too few chunks, they are split by rows.
+A pure function of the file list, the seed and the number of lanes. With many files, each file is
+assigned to one lane, so that a lane opens only its own files. With fewer than `FILES_PER_LANE`
+files per lane, lanes form teams: files are assigned to teams, and the chunks of a file to the lanes
+of its team. A file that is large compared to a team's share is assigned to all lanes, chunk by chunk.
+If there are too few chunks, they are split by rows.
 
-A lane reads groups of files, one group after the other; the chunks of a group are shuffled
-together. A group's footers are read when it is needed.
+A lane reads one group of files after another; the chunks of a group are shuffled together. The
+footers of a group are read when it is needed.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from penstock.order.shuffle import I64, mix, permutation
 from penstock.types import ChunkRef, FileRef, KiB
 
 FILES_PER_LANE = 8
-"""Files are assigned whole if there are this many for each lane."""
+"""Files are assigned whole if there are at least this many per lane."""
 CHUNKS_PER_LANE = 4
-"""Chunks that lanes share are split until each lane has about this many."""
+"""Shared chunks are split until each lane has about this many."""
 FILES_PER_GROUP = 8
 """Files whose chunks are shuffled together. Larger groups mix better and open more files at once."""
 FIRST_PARTS = (1, 3, 4)
-"""The first chunk of a lane is divided into parts of these sizes. The first batch waits for the small
-one only, and workers make the others at the same time."""
+"""The first chunk of a lane is divided in these proportions. The first batch waits only for the
+small part, while other workers make the rest."""
 FIRST_BYTES = 256 * KiB
 """A first chunk smaller than this is not divided."""
 ALL = -1
 """The team of a file that is assigned to all lanes."""
 
-_FILES, _CHUNKS, _SHARED = 1, 2, 3  # keys of permutations: two kinds never share a key
+_FILES, _CHUNKS, _SHARED = 1, 2, 3  # keys that keep different permutations independent
 
 
 class EpochDeal(NamedTuple):
-    """The order of all files in an epoch, the team that reads each of them, and the share of each
-    team in a file that is assigned to all lanes: more for a team whose own files have fewer
-    bytes."""
+    """The order of all files in an epoch, the team of each file, and each team's share in files
+    that are assigned to all lanes: larger for a team whose own files have fewer bytes."""
 
     order: I64
     teams: list[int]
@@ -64,8 +63,8 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        # Every reader of a compressed file has to decompress all of it, so such files are assigned
-        # whole as soon as there is one for each lane.
+        # Every reader of a compressed file must decompress all of it, so such files are assigned
+        # whole if there is at least one per lane.
         needed = 1 if any(file.sequential for file in self.files) else FILES_PER_LANE
         most = max(1, len(self.files) // needed)
         teams = max(n for n in range(1, self.lanes + 1) if self.lanes % n == 0 and n <= most)
@@ -78,10 +77,10 @@ class Plan:
         own = [file for file in order.tolist() if teams[file] in (team, ALL)]
         groups: list[tuple[int, ...]] = []
         group: list[int] = []
-        # In the first epoch groups grow, so that the first batch waits for a single footer.
+        # In the first epoch, groups grow, so that the first batch waits for one footer only.
         size = 1 if epoch == 0 or not self.shuffle else FILES_PER_GROUP
         for file in own:
-            if self.files[file].sequential:  # its chunks are not known: a group of its own
+            if self.files[file].sequential:  # a separate group, because its chunks are unknown
                 groups += [tuple(group)] if group else []
                 groups.append((file,))
                 group = []
@@ -101,9 +100,9 @@ class Plan:
         group: tuple[int, ...],
         chunks: Sequence[Sequence[ChunkRef]],
     ) -> list[ChunkRef] | None:
-        """Return the lane's chunks of its `number`-th group, given the chunks of each file.
+        """Return the lane's chunks in its `number`-th group, given the chunks of each file.
 
-        None for a file that can only be read in order.
+        Return None for a file that can only be read in order.
         """
         if self.files[group[0]].sequential:
             return None
@@ -123,7 +122,7 @@ class Plan:
         return ChunkRef(self.files[file], index * sharers + place, nbytes, lane=lane)
 
     def balance(self) -> float:
-        """Return the bytes of the lane that has least, as a share of the mean."""
+        """Return the bytes of the smallest lane as a share of the mean."""
         deal = self._deal(0)
         loads = [0.0] * self.teams
         for file, team in zip(self.files, deal.teams, strict=True):
@@ -141,7 +140,7 @@ class Plan:
             n = len(self.files)
             order = permutation(n, self.seed, epoch, _FILES) if self.shuffle else np.arange(n)
             deal = self._assign(order, epoch)
-            while len(self._deals) > 2:  # of the current epoch, the next one and the first
+            while len(self._deals) > 2:  # keep the first, the current and the next epoch
                 self._deals.pop(max(e for e in self._deals if e > 0))
             self._deals[epoch] = deal
         return deal
@@ -169,7 +168,7 @@ class Plan:
         return EpochDeal(order, teams, shares.tolist())
 
     def _sharers(self, lane: int, team: int) -> tuple[int, int]:
-        """Return the lane's place among the lanes that share a file, and how many they are."""
+        """Return the lane's index among the lanes that share a file, and their number."""
         if team == ALL:
             return lane, self.lanes
         return lane // self.teams, self.lanes // self.teams
@@ -188,8 +187,8 @@ class Plan:
         order = np.arange(len(refs))
         if self.shuffle:
             order = permutation(len(refs), self.seed, epoch, _SHARED, file)
-        # Each lane gets an interval of the order, from a point that differs from file to file, so
-        # that a rounded-up chunk does not always go to the same lane.
+        # Each lane gets an interval of the order, from a start that differs between files, so that
+        # a rounded-up chunk does not always go to the same lane.
         begin = mix(self.seed, epoch, _SHARED, file) / 2**64
         points = (np.arange(len(refs)) + 0.5) / len(refs) + begin
         ends = np.cumsum(self._lane_shares(epoch, teams[file]))
@@ -198,7 +197,7 @@ class Plan:
         return [refs[i] for i in order[own].tolist()]
 
     def _lane_shares(self, epoch: int, team: int) -> list[float]:
-        """Return the share in a file of each lane that reads it."""
+        """Return the share of each lane in a file that it reads."""
         n = self.lanes // self.teams
         if team != ALL:
             return [1 / n] * n

@@ -1,7 +1,7 @@
-"""Seeded order, the same on every machine and with every version of every library.
+"""Seeded order that does not depend on the machine or on library versions.
 
-A permutation is the sort order of hashed numbers, so it needs no generator whose stream might
-change with the next release of numpy. Costs 1 ms for 16,000 documents.
+A permutation is the sort order of hashed numbers, so it needs no generator, whose stream might
+change with a release of numpy. Costs 1 ms for 16,000 documents.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def mix_array(key: int, values: U64 | I64) -> U64:
 
 
 def permutation(n: int, *key: int) -> I64:
-    """Return a permutation of range(n) that depends on the key only."""
+    """Return a permutation of range(n) that depends only on the key."""
     hashed = mix_array(mix(*key), np.arange(n, dtype=np.uint64))
     return np.argsort(hashed, kind="stable")
 
 
 def spread(counts: I64, *key: int) -> I64:
-    """Return a random order of all documents of some chunks, given how many each chunk has.
+    """Return a random order of all documents of some chunks, given the number in each chunk.
 
-    The documents of a chunk are evenly spread over the order, so a batch has documents of as many
-    chunks as it can. In a plain permutation some chunks have several, and others none.
+    The documents of a chunk are spread evenly over the order, so that a batch mixes as many chunks
+    as possible. In a plain permutation, some chunks have several documents in a batch and others
+    none.
     """
     n, of_chunk = int(counts.sum()), np.repeat(np.arange(len(counts)), counts)
     order = permutation(n, *key)
@@ -59,8 +60,8 @@ def spread(counts: I64, *key: int) -> I64:
 
 
 def window_chunks(epoch: int, number: int, full: int, growth: int) -> int:
-    """Return how many chunks the lane's `number`-th window of an epoch spans.
+    """Return the number of chunks in the lane's `number`-th window of an epoch.
 
-    Windows of the first epoch grow by a factor, so that the first row needs a single chunk.
+    Windows of the first epoch grow by a factor, so that the first row needs only one chunk.
     """
     return full if epoch > 0 else min(full, growth ** min(number, full.bit_length()))

@@ -16,7 +16,7 @@ __all__ = ["Prepared", "prepare"]
 
 
 def __getattr__(name: str) -> Any:
-    # On use: reading a manifest needs none of it.
+    # Imported on use, because reading a manifest does not need it.
     if name in __all__:
         from penstock.prepare import local
 

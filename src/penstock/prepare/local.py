@@ -1,8 +1,8 @@
 """Prepare a corpus: tokenize every chunk of the source and write it to a token store.
 
-The unit of work is the address of a chunk, or of a whole file if it can only be decompressed in order. An
-entry's name follows from its address and the settings, and entries appear whole or not at all, so any run
-can be repeated: it makes what is missing. Engines differ only in where `make_entries` runs.
+The unit of work is the address of a chunk, or of a whole file if it can only be decompressed in
+order. An entry's name is derived from its address and the settings, and writes are atomic, so a
+repeated run makes only the missing entries. Engines differ only in where `make_entries` runs.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ Engine = Callable[
 ]
 
 IN_FLIGHT_BYTES = GiB
-"""Memory for chunks that are fetched, tokenized or written at once."""
+"""Memory limit for chunks that are being fetched, tokenized or written."""
 WRITERS = 4
-"""Entries that are written at once: a write waits for the disk or the bucket, not for a core."""
+"""Concurrent writes of entries. They wait for the disk or the bucket, not for a core."""
 SAMPLED_BLOCKS = 64
-"""Blocks that are read for the percentiles of document lengths."""
+"""Blocks sampled for the percentiles of document lengths."""
 TEXT_ONLY = {"seq_len", "packing", "positions", "shuffle_chunks", "cache", "store"}
-"""Options of a `TextDataset` that say nothing about its tokens."""
+"""Options of a `TextDataset` that do not affect its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What is prepared so far, and what this run did."""
+    """The progress or the result of preparing a corpus."""
 
     path: str
     complete: bool = False
-    """True if the manifest was written: the corpus can be read."""
+    """True if the manifest was written, so the corpus can be read."""
     chunks: int = 0
     """Units of work of this run; a file that can only be decompressed in order is one."""
     chunks_done: int = 0
@@ -72,7 +72,7 @@ class Prepared:
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
-    """Documents, tokens and bytes: of the corpus if it is complete, otherwise of this run."""
+    """Documents, tokens and bytes of the corpus if it is complete, otherwise of this run."""
     text_bytes: int = 0
     filtered: int = 0
     bad: dict[str, int] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Prepared:
     """Percentiles of document lengths in tokens, from a sample of blocks."""
     seconds: float = 0.0
     written: int = 0
-    """Tokens that this run has written."""
+    """Tokens written by this run."""
 
     @property
     def rate(self) -> str:
@@ -89,13 +89,13 @@ class Prepared:
         return f"{self.written / max(1e-9, self.seconds) / 1e6:.2f} million tokens/s"
 
     def describe_progress(self) -> str:
-        """Return one line: what is done, how fast, and the time left."""
+        """Return a line with the progress, the rate and the time left."""
         done, made = self.chunks_done, self.chunks_done - self.already
         left_s = (self.chunks - done) * self.seconds / max(1, made)
         return f"{done} of {self.chunks} chunks, {self.rate}, {seconds(left_s)} left"
 
     def as_text(self) -> str:
-        """Return a summary for people."""
+        """Return a readable summary."""
         lengths = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
         reasons = ", ".join(f"{reason} {n:,}" for reason, n in self.bad.items())
         already = f"; {self.already} of {self.chunks} chunks existed" if self.already else ""
@@ -125,13 +125,13 @@ def prepare(
     progress: Callable[[Prepared], None] | None = None,
     **text: Any,
 ) -> Prepared:
-    """Tokenize a corpus into `out`, a folder or a bucket. Entries that exist are not made again.
+    """Tokenize a corpus into `out`, a folder or a bucket, skipping entries that exist.
 
     source, tokenizer, text: as for `TextDataset`, such as text_field, filter or on_bad_record.
-    workers: threads of this machine, or cores of a Ray cluster. Defaults to all there are.
+    workers: threads on this machine, or cores of a Ray cluster. Defaults to all available.
     engine: "local", or "ray" for a cluster: `ray_address`, RAY_ADDRESS, or one on this machine.
-    slice: (i, n) makes the i-th of n parts, from 0 on, for job arrays. The part that finds all others
-        complete writes the manifest; a run without `slice` also does.
+    slice: (i, n) makes the i-th of n parts, from 0 on, for job arrays. The last part to finish
+        writes the manifest, as does a run without `slice`.
     progress: called after each chunk.
     """
     began = time.monotonic()
@@ -169,7 +169,7 @@ def prepare(
                 done = _add(done, ref, header, dtype.itemsize, found, time.monotonic() - began)
                 if progress is not None:
                     progress(done)
-        agree_on_plan(store, _plan(dataset, work))  # the files may have changed meanwhile
+        agree_on_plan(store, _plan(dataset, work))  # the files may have changed during the run
         if corpus.list_again():
             entries = list(corpus.read_headers(io))
             reasons = Counter(each.reason for each in bad_files)
@@ -181,7 +181,7 @@ def prepare(
 
 
 def _absolute(places: Any) -> Any:
-    """Return absolute paths: workers of a cluster run in other folders."""
+    """Return absolute paths, because workers of a cluster run in other folders."""
     if not isinstance(places, str | os.PathLike):
         return [_absolute(place) for place in places]
     place = os.fspath(places)
@@ -218,7 +218,7 @@ def _add(
 
 @contextmanager
 def _opened(dataset: TextDataset, n_workers: int) -> Iterator[tuple[TextWork, ThreadPool]]:
-    """Open the files of a dataset, and start threads to list, fetch and write."""
+    """Open the files of a dataset, and start threads that list, fetch and write."""
     work = TextWork(dataset.read, dataset.tokenizer, None, n_workers, 1, dataset.remote_config)
     with io_pool(work, n_workers) as io:
         try:
@@ -230,7 +230,7 @@ def _opened(dataset: TextDataset, n_workers: int) -> Iterator[tuple[TextWork, Th
 
 @contextmanager
 def io_pool(work: TextWork, n_workers: int) -> Iterator[ThreadPool]:
-    """Start threads that list, fetch and write for some workers."""
+    """Start threads that list, fetch and write for `n_workers` workers."""
     pool = ThreadPool(max(WRITERS, work.fetches, n_workers), work, name="fetch")
     try:
         yield pool
@@ -240,13 +240,13 @@ def io_pool(work: TextWork, n_workers: int) -> Iterator[ThreadPool]:
 
 
 def _plan(dataset: TextDataset, work: TextWork) -> dict[str, Any]:
-    """Return everything that decides the corpus."""
+    """Return everything that determines the corpus."""
     tokenizer = dataset.tokenizer
     for file in dataset.files:
         if not has_version(file):
             raise SourceError(
-                f"{file.path}: its server sends neither an ETag nor a date, so a change would not be "
-                "noticed. Use another server, or copy the file to disk."
+                f"{file.path}: its server sends neither an ETag nor a date, so a change cannot be "
+                "detected. Use another server, or copy the file to disk."
             )
     return {
         "format": FORMAT,
@@ -271,7 +271,7 @@ def _plan(dataset: TextDataset, work: TextWork) -> dict[str, Any]:
 
 
 def _addresses(dataset: TextDataset, io: ThreadPool) -> tuple[list[ChunkRef], list[Bad]]:
-    """Return all units of work in the order of the corpus, and the files that cannot be read."""
+    """Return the units of work in corpus order, and the files that cannot be read."""
     tasks = [None if file.sequential else io.submit("inspect", file) for file in dataset.files]
     addresses: list[ChunkRef] = []
     bad_files: list[Bad] = []
@@ -283,7 +283,7 @@ def _addresses(dataset: TextDataset, io: ThreadPool) -> tuple[list[ChunkRef], li
 
 
 class Corpus:
-    """Which entries of a corpus exist."""
+    """Tracks which entries of a corpus exist."""
 
     def __init__(self, work: TextWork, store: TokenStore, addresses: list[ChunkRef]) -> None:
         self._work, self._store, self._addresses = work, store, addresses
@@ -291,12 +291,12 @@ class Corpus:
         self._headers: dict[str, Header] = {}
 
     def add(self, header: Header) -> list[Bad]:
-        """Add an entry that was made. Return its rejected records."""
+        """Add a new entry. Return its rejected records."""
         self._headers[header.key.name] = header
         return [Bad(Address(*where), *why) for where, *why in header.chunk["bad"]]
 
     def list_again(self) -> bool:
-        """List what exists by now. Return True if that is everything."""
+        """List the entries again. Return True if the corpus is complete."""
         self._names = {entry.name for entry in self._store.list()}
         return all(map(self.is_complete, self._addresses))
 
@@ -305,7 +305,7 @@ class Corpus:
         return bool(refs) and (not ref.file.sequential or self._header(refs[-1]).chunk["last"])
 
     def _existing(self, ref: ChunkRef) -> list[ChunkRef]:
-        """Return the chunks of an address, up to the first that does not exist."""
+        """Return the existing chunks of an address, up to the first missing one."""
         indices = count() if ref.file.sequential else (ref.index,)
         every = (replace(ref, index=index) for index in indices)
         return [*takewhile(lambda each: self._work.key(each).name in self._names, every)]
@@ -317,7 +317,7 @@ class Corpus:
         return self._headers[name]
 
     def read_headers(self, io: ThreadPool) -> Iterator[Made]:
-        """Yield all entries in the order of the corpus."""
+        """Yield all entries in corpus order."""
         refs = [each for ref in self._addresses for each in self._existing(ref)]
         tasks = [io.submit(self._header, ref) for ref in refs]
         for ref, task in zip(refs, tasks, strict=True):
@@ -327,7 +327,7 @@ class Corpus:
 def run_local(
     work: TextWork, io: ThreadPool, store: TokenStore, refs: Sequence[ChunkRef], workers: int | None
 ) -> Iterator[Made]:
-    """Make entries on this machine."""
+    """Make entries with worker threads on this machine."""
     n_workers = workers or default_workers()
     pool = ThreadPool(n_workers, work)
     try:
@@ -345,12 +345,12 @@ def make_entries(
     pool: ThreadPool,
     ahead: int,
 ) -> Iterator[Made]:
-    """Fetch, tokenize and write chunks, with `ahead` of them under way, and yield them in order."""
+    """Fetch, tokenize and write chunks, up to `ahead` at a time, and yield entries in order."""
     pending: deque[tuple[int, Task[list[Made]]]] = deque()
 
     def put(ref: ChunkRef, chunk: TokenChunk) -> list[Made]:
         header = store.put(work.key(ref), chunk)
-        assert header is not None  # this store raises instead
+        assert header is not None  # this store raises instead of returning None
         return [(ref, header)]
 
     def make_file(ref: ChunkRef) -> list[Made]:
@@ -362,7 +362,7 @@ def make_entries(
 
     for number, ref in enumerate(refs):
         if ref.file.sequential:
-            # Files that are open at the same time need readers of their own.
+            # Files that are open at the same time need separate readers.
             ref = replace(ref, lane=number % ahead, nbytes=work.lane_bytes)
             task = pool.submit(make_file, ref)
         else:
@@ -377,7 +377,7 @@ def make_entries(
 
 
 def _lengths(store: TokenStore, manifest: Manifest, dtype: np.dtype[Any]) -> dict[str, int]:
-    """Return percentiles of the documents' lengths in tokens, from evenly spaced blocks."""
+    """Return percentiles of document lengths in tokens, from evenly spaced blocks."""
     n = len(manifest.offsets)
     lengths = [np.zeros(0, np.int64)]
     sampled = np.unique(np.linspace(0, n - 1, min(n, SAMPLED_BLOCKS)).astype(np.int64))

@@ -1,9 +1,9 @@
-"""The manifest of a prepared corpus: what it was made of, and where every block of tokens is.
+"""The manifest of a prepared corpus: its sources, and the location of every block of tokens.
 
-`plan.json` is written first: the source files with their versions, tokenizer and settings. Every later
-run into the same place must agree with it. `entries.arrow` lists entries and their blocks. `manifest.json`
-is written last, with checksums of both: a corpus without it is unfinished. None of them holds a time or a
-host, so that every engine writes the same bytes.
+`plan.json` is written first: source files with versions, tokenizer and settings. Later runs into
+the same place must match it. `entries.arrow` lists entries and their blocks. `manifest.json` is
+written last, with checksums; a corpus without it is unfinished. None of the files holds a time or a
+host, so every engine writes the same bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.types import ChunkRef, FileRef, Member
 FORMAT = 1
 PLAN, ENTRIES, MANIFEST = "plan.json", "entries.arrow", "manifest.json"
 BLOCK_TOKENS = 1 << 16
-"""About how many tokens a block has."""
+"""Approximate number of tokens in a block."""
 COLUMNS = ("length", "documents", "id_bytes", "crc32")
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A prepared corpus, as its manifest describes it."""
+    """The parsed manifest of a prepared corpus."""
 
     about: dict[str, Any]
     """The content of `manifest.json`."""
@@ -45,11 +45,11 @@ class Manifest:
     chunks: I64
     """The source file and chunk of each entry."""
     first_blocks: I64
-    """The number of each entry's first block in the corpus; one more at the end."""
+    """The corpus-wide number of each entry's first block, and the total at the end."""
     offsets: I64
-    """The byte of its entry at which each block begins."""
+    """The byte offset of each block in its entry."""
     blocks: dict[str, I64]
-    """Bytes, documents, bytes of ids and CRC-32 of each block."""
+    """The bytes, documents, bytes of ids and CRC-32 of each block."""
 
     def documents_of_entries(self) -> I64:
         """Return the number of documents of each entry."""
@@ -65,7 +65,7 @@ class Manifest:
 
 
 def read_blocks(store: TokenStore, name: str, blocks: Sequence[Block]) -> list[pa.RecordBatch]:
-    """Return the documents and rows of adjacent blocks, checked."""
+    """Return the documents and rows of adjacent blocks, after verifying them."""
     try:
         return list(store.read_batches(name, blocks))
     except FileNotFoundError:
@@ -87,7 +87,7 @@ def _read_json(store: TokenStore, name: str) -> Any:
 
 
 def agree_on_plan(store: TokenStore, plan: dict[str, Any]) -> None:
-    """Write the plan, or raise if entries of another plan exist in the same place."""
+    """Write the plan. Raise if entries of another plan exist in the same place."""
     try:
         difference = _difference(_read_json(store, PLAN), json.loads(to_json(plan)))
     except FileNotFoundError:
@@ -97,14 +97,14 @@ def agree_on_plan(store: TokenStore, plan: dict[str, Any]) -> None:
         return
     if any(True for _ in store.list()):
         raise SourceError(
-            f"{store.place} was begun with other data or settings: {difference}. Prepare it in "
+            f"{store.place} was begun with other data or settings: {difference}. Prepare into "
             "another place, or remove that one and start again."
         )
-    store.write_file(PLAN, to_json(plan))  # the earlier run failed before it made anything
+    store.write_file(PLAN, to_json(plan))  # the earlier run failed before its first entry
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Say how a plan differs from an earlier one. Empty if it does not."""
+    """Describe how a plan differs from an earlier one. Empty if it does not."""
     before, now = ({f["source"].partition("\n")[0]: f for f in p["files"]} for p in (old, new))
     for path in before | now:
         if path not in now or path not in before:
@@ -121,7 +121,7 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def require_settings(store: TokenStore, settings: dict[str, Any]) -> None:
-    """Raise if a corpus was prepared with other settings than a run on its text has."""
+    """Raise if a corpus was prepared with settings that differ from those of a run."""
     try:
         plan = _read_json(store, PLAN)
     except FileNotFoundError:
@@ -200,15 +200,15 @@ def read_manifest(store: TokenStore) -> Manifest:
         raise CorruptFile(f"{path} has format {about.get('format')}, not {FORMAT}")
     sha256 = about.pop("sha256", None)
     if sha256 != hashlib.sha256(to_json(about)).hexdigest():
-        raise CorruptFile(f"{path} is damaged: it has another checksum")
+        raise CorruptFile(f"{path} is damaged: its checksum does not match")
     if hashlib.sha256(data).hexdigest() != about["entries_sha256"]:
-        raise CorruptFile(f"{store.place}/{ENTRIES} is damaged: it has another checksum")
+        raise CorruptFile(f"{store.place}/{ENTRIES} is damaged: its checksum does not match")
     table = pa.ipc.open_stream(data).read_all().combine_chunks()
     columns = {name: table.column(name).chunk(0) for name in table.column_names}
     lists = columns["blocks"]
     first = lists.offsets.to_numpy()
     blocks = {name: lists.values.field(name).to_numpy().astype(np.int64) for name in COLUMNS}
-    # An entry's blocks lie one after the other, from its byte `begin` on.
+    # The blocks of an entry are contiguous, from its byte `begin` on.
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks["length"])])
     offsets = ends[:-1] + np.repeat(columns["begin"].to_numpy() - ends[first[:-1]], np.diff(first))
     return Manifest(
@@ -224,10 +224,10 @@ def _file(values: dict[str, Any]) -> FileRef:
 
 
 def missing_entries(store: TokenStore) -> dict[str, str]:
-    """Return the entries that a corpus names and that do not exist, each with a message."""
+    """Return the missing entries of a corpus, each with a message."""
     try:
         names = read_manifest(store).names.to_pylist()
-    except SourceError:  # a cache, or a corpus that is not finished
+    except SourceError:  # a cache, or an unfinished corpus
         return {}
     found = {entry.name for entry in store.list()}
     return {name: f"{store.place}/{name} is missing" for name in names if name not in found}

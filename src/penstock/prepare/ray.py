@@ -1,8 +1,9 @@
 """Prepare a corpus on a Ray cluster.
 
-Actors with one core each run `make_entries` over addresses. They read the source and write the store by
-themselves: only addresses and headers pass through Ray. An actor that dies is started again and repeats its
-task, which is harmless. Source, store and this package must be reachable from every node.
+Actors with one core each run `make_entries` on addresses. They read the source and write the store
+directly: only addresses and headers pass through Ray. An actor that dies is restarted and repeats
+its task, which is idempotent. Every node must have access to the source, the store and this
+package.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from penstock.sources.text_files import TextWork
 from penstock.types import ChunkRef
 
 TASK_CHUNKS = 16
-"""Chunks of a task. More cost less of Ray's time; fewer are lost with an actor, and end more evenly."""
+"""Chunks per task. More reduce Ray's overhead; fewer lose less work and balance better."""
 RESTARTS = 3
-"""How often an actor may die."""
+"""Restarts of an actor before the run fails."""
 
 
 class Worker:
@@ -35,12 +36,12 @@ class Worker:
         self._work, self._store = work, store
 
     def open(self) -> list[Made]:
-        """Load the vocabulary. Called first: an actor that has no core yet gets no chunks."""
+        """Load the vocabulary. Called first, so that an actor without a core gets no chunks."""
         self._work.prepare()
         return []
 
     def make(self, refs: Sequence[ChunkRef]) -> list[Made] | Any:
-        """Make entries. Return them, or the exception as it is: Ray would wrap it."""
+        """Make entries. Return them, or the exception, which Ray would wrap if raised."""
         pool = ThreadPool(1, self._work)
         try:
             with io_pool(self._work, 1) as io:
@@ -54,7 +55,7 @@ class Worker:
 
 
 def run_on(address: str | None) -> Engine:
-    """Return an engine that uses a cluster: this address, RAY_ADDRESS, or a new one on this machine."""
+    """Return an engine for a cluster: `address`, RAY_ADDRESS, or a new one on this machine."""
     try:
         import ray
     except ImportError:
@@ -93,7 +94,7 @@ def run_on(address: str | None) -> Engine:
 
 
 def _run(ray: Any, actors: list[Any], tasks: deque[Sequence[ChunkRef]]) -> Iterator[Made]:
-    """Give each actor that is free its next task, until all are done."""
+    """Give each idle actor its next task, until all tasks are done."""
     running = {actor.open.remote(): (actor, False) for actor in actors}
     while tasks or any(busy for _, busy in running.values()):
         (done, *_), _ = ray.wait(list(running), num_returns=1)

@@ -1,7 +1,7 @@
-"""Turn an address into a column of texts: formats, places and what is kept on disk.
+"""Read a chunk at an address into a column of texts: file formats, remote access and caches.
 
-Stateless, so that any worker can read any chunk. Remote data is fetched in byte ranges, with
-deadlines and retries. This module is quick to import.
+Stateless, so that any worker can read any chunk. Fetches remote data in byte ranges, with deadlines
+and retries. This module is quick to import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSettings:
-    """How documents are taken out of files. All of it decides the stream."""
+    """How to read documents from files. Every field affects the stream."""
 
     text_field: str = "text"
     separator: bytes | None = None
@@ -32,4 +32,4 @@ class ReadSettings:
     skip: frozenset[Address] = field(default_factory=frozenset)
     filter: RowFilter | None = None
     transform: tuple[str, Callable[[Any], Any]] | None = None
-    """A name with a version, and a function of a table of columns."""
+    """A versioned name, and a function of a table of columns."""

@@ -1,7 +1,7 @@
 """Make Arrow arrays from numpy arrays and bytes.
 
-Not with `pa.array` or `pa.scalar`: they import pandas where it is installed, which takes 0.2 s of the
-time to the first batch.
+Avoids `pa.array` and `pa.scalar`, which import pandas if it is installed and so delay the first
+batch by 0.2 s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def empty(kind: pa.DataType) -> pa.Array:
 
 
 def integers(values: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Int64Array:
-    """Return an array over the same memory."""
+    """Return an Arrow array over the same memory."""
     values = np.ascontiguousarray(values, np.int64)
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])
 
@@ -34,7 +34,7 @@ def booleans(values: np.ndarray[Any, np.dtype[np.bool_]]) -> pa.BooleanArray:
 
 
 def binaries(values: Sequence[bytes], kind: pa.DataType | None = None) -> pa.Array:
-    """Return an array of byte strings; of texts, if `kind` is large_string and they are UTF-8."""
+    """Return an array of byte strings, or of texts if `kind` is large_string (must be UTF-8)."""
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
@@ -43,7 +43,7 @@ def binaries(values: Sequence[bytes], kind: pa.DataType | None = None) -> pa.Arr
 
 @lru_cache(64)
 def scalar(value: bytes, kind: pa.DataType | None = None) -> pa.Scalar:
-    """Return a single byte string, or text."""
+    """Return a scalar of a byte string or text."""
     return binaries([value], kind)[0]
 
 
@@ -62,13 +62,13 @@ def widened(column: Any) -> Any:
 
 def combined(column: pa.ChunkedArray) -> pa.Array:
     """Return a column of texts as one array with 64-bit offsets."""
-    # Widened first: 32-bit offsets end at 2 GiB.
+    # Widened first, because 32-bit offsets are limited to 2 GiB.
     column = widened(column)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def lengths(column: pa.Array) -> I64:
-    """Return the bytes of each text of a column with 64-bit offsets."""
+    """Return the length in bytes of each text in a column with 64-bit offsets."""
     if not len(column):
         return np.empty(0, np.int64)
     offsets = np.frombuffer(column.buffers()[1], np.int64)

@@ -1,8 +1,8 @@
 """Files in buckets: s3://, gs://, az:// and abfss://, through `obstore`.
 
-obstore's own retries are off: `Network.retry` retries, counts and gives up. Its timeouts bound
-whatever blocks, and the deadline is checked between the parts of a body. Credentials are those of
-the user's environment.
+obstore's own retries are off: `Network.retry` retries, counts and gives up. obstore's timeouts
+bound each blocking call; the deadline is checked between the parts of a body. Credentials come from
+the environment.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ LOGIN = {
     "a": "Set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or, after `az login`, "
     "AZURE_USE_AZURE_CLI=true; if public AZURE_SKIP_SIGNATURE=true.",
 }
-"""What to set, by the first letter of a scheme."""
+"""What to set for access, by the first letter of the scheme."""
 
 
 def place(url: str) -> tuple[str, str]:
-    """Return the address of a bucket, and a key, prefix or glob in it."""
+    """Split a URL into the address of a bucket, and a key, prefix or glob in it."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     bucket, _, key = rest.partition("/")
@@ -51,20 +51,20 @@ def place(url: str) -> tuple[str, str]:
     form = "abfss://container@account.dfs.core.windows.net" if scheme[0] == "a" else f"{scheme}://bucket"  # fmt: skip
     login = "@" in bucket and not scheme.startswith("abfs")
     if not bucket or login or re.search(r"[\s:\\\0]", bucket) or (key and not sound(key)):
-        raise ConfigError(f"{scheme}://…: bucket or path does not fit; needs the form {form}/path")
+        raise ConfigError(f"{scheme}://…: bucket or path does not fit; the form is {form}/path")
     return f"{scheme}://{bucket}", key
 
 
 class Bucket:
-    """A bucket, or a prefix in one. Its content may change."""
+    """A bucket, or a prefix in one."""
 
     def __init__(self, network: Network, root: str, known: Known | None = None) -> None:
-        """`known` keeps listings."""
+        """`known` caches listings."""
         self._network, self._root, self._known = network, root, known
         self.prefix = f"{root}/"
 
     def call(self, name: str, function: Call[T], setting: str = "retry_budget") -> T:
-        """Return what a function of obstore, the store and a deadline returns, within the budget.
+        """Call a function of obstore, the store and a deadline, with retries within the budget.
 
         Raise FileNotFoundError if there is no such file, bucket or range.
         """
@@ -78,12 +78,12 @@ class Bucket:
             return function(obstore, self._store, deadline)
         except (FileNotFoundError, obstore.exceptions.BaseError) as error:
             failed = _explained(error, where)
-        raise failed  # without the original as its context, which quotes secrets
+        raise failed  # outside `except`, to drop the original, which quotes secrets
 
     # Listings
 
     def below(self, folder: str, recursive: bool) -> list[Entry]:
-        """Return the files whose keys begin with a folder's."""
+        """Return the files below a folder."""
         return self._kept([f"{self.prefix}{folder}", recursive], self.entries, folder, recursive)
 
     def one(self, key: str) -> Entry | None:
@@ -103,7 +103,7 @@ class Bucket:
                 pages = [obstore.list_with_delimiter(store, prefix)["objects"]]
             for page in pages:
                 deadline.timeout_s()
-                # Empty objects stand for folders.
+                # Empty objects represent folders.
                 found += [_entry(meta) for meta in page if meta["size"]]
             return found
 
@@ -126,7 +126,7 @@ class Bucket:
         return bool(self._head(key))
 
     def read(self, key: str, start: int, length: int) -> pa.Buffer:
-        """Return a range; shorter at the end of the object."""
+        """Return a range of an object, shorter at its end."""
         how = {"start": start, "length": length}
         return pa.py_buffer(self.call(key, lambda obs, store, _: obs.get_range(store, key, **how)))
 
@@ -141,7 +141,7 @@ class Bucket:
     # Ranges
 
     def read_into(self, key: str, start: int, view: memoryview, deadline: Deadline) -> Version:
-        """Fill a buffer from a file, and return the file's ETag and size."""
+        """Fill a buffer from a range of a file. Return the file's ETag and size."""
         began, at = time.perf_counter(), 0
 
         def read(obstore: Any, store: Any, deadline: Deadline) -> Any:
@@ -151,7 +151,7 @@ class Bucket:
                 deadline.timeout_s()
                 deadline.received(len(part))
                 if at + len(part) > len(view):
-                    raise RequestError("long", f"more than {len(view)} bytes came")
+                    raise RequestError("long", f"received more than {len(view)} bytes")
                 view[at : at + len(part)] = memoryview(part)
                 at += len(part)
             return result.meta
@@ -182,7 +182,7 @@ class Bucket:
         more: dict[str, Any] = _s3_credentials() if url[0] == "s" else {}
         try:
             return from_url(url, client_options=options, retry_config={"max_retries": 0}, **more)
-        except Exception as error:  # obstore has an exception for each missing setting
+        except Exception as error:  # obstore raises a different exception for each missing setting
             raise ConfigError(f"{url}: {_clean(str(error))}. {LOGIN[url[0]]}") from None
 
 
@@ -195,7 +195,7 @@ def _obstore(where: str) -> Any:
 
 
 def _entry(meta: Any) -> Entry:
-    # Azure quotes ETags in answers and not in listings.
+    # Azure quotes ETags in responses but not in listings.
     return Entry(meta["path"], meta["size"], plain_etag(meta["e_tag"] or ""))
 
 
@@ -203,10 +203,10 @@ def _entry(meta: Any) -> Entry:
 
 
 def _s3_credentials() -> dict[str, Any]:
-    """Return nothing if keys are in the environment, else the credentials of boto3 if installed.
+    """Return the credentials of boto3, if it is installed and the environment has no keys.
 
-    boto3 knows profiles, SSO and the roles of machines. Without any, requests are not signed:
-    public buckets can be read, and others refuse at once.
+    boto3 supports profiles, SSO and instance roles. Without credentials, requests are not signed:
+    public buckets can be read, and others deny access at once.
     """
     given = environment().get("AWS_ACCESS_KEY_ID") or environment().get("AWS_SKIP_SIGNATURE")
     if given or importlib.util.find_spec("boto3") is None:
@@ -215,7 +215,7 @@ def _s3_credentials() -> dict[str, Any]:
 
     try:
         return {"credential_provider": Boto3CredentialProvider()}
-    except ValueError:  # boto3 has none
+    except ValueError:  # boto3 finds no credentials
         return {"skip_signature": True}
 
 
@@ -223,7 +223,7 @@ def _s3_credentials() -> dict[str, Any]:
 
 
 def _explained(error: Exception, where: str) -> Exception:
-    """Return one of obstore's exceptions as ours, without the secrets in its text."""
+    """Convert an exception of obstore, removing the secrets in its text."""
     said = str(error).partition("\n\nDebug source")[0]
     found = re.search(r"status code: (\d{3})", said)
     status = int(found[1]) if found else 0
@@ -239,6 +239,6 @@ def _explained(error: Exception, where: str) -> Exception:
 
 
 def _clean(text: str) -> str:
-    """Return the first part of a message, its addresses without logins and queries."""
+    """Return the first part of a message, with logins and queries removed from addresses."""
     said = " ".join(text.partition("\n\nDebug source")[0].split())
     return re.sub(r"(?<=//)[^/\s@]*@|\?\S*", "", said)[:240].rstrip(". ")

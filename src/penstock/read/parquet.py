@@ -1,7 +1,7 @@
 """Read columns of one Parquet row group, on disk or remote.
 
-Row groups are decoded in steps of some rows, which ends a decompression bomb before it fills the memory.
-Footers of remote files are kept in the metadata cache.
+Decodes row groups a few rows at a time, so that a decompression bomb raises before it fills the
+memory. Keeps the footers of remote files in the metadata cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_BYTES = 256 * MiB
 MAX_FOOTER = 256 * MiB
-"""A longer footer is damage."""
+"""A longer footer counts as damaged."""
 STEP_ROWS, STEP_BYTES = 1024, 64 * MiB
 """Rows and bytes that are decoded at once."""
 
@@ -36,13 +36,13 @@ class BombError(CorruptFile):
 
 
 class Footer(NamedTuple):
-    """What is known of a file."""
+    """The footer of a file, and the columns to read."""
 
     meta: pq.FileMetaData
     names: list[str]
     """The columns to read, the text first."""
     leaves: list[int]
-    """Their numbers among the leaf columns."""
+    """Their indices among the leaf columns."""
 
     def rows(self, group: int) -> int:
         return int(self.meta.row_group(group).num_rows)
@@ -52,7 +52,7 @@ class Footer(NamedTuple):
         return int(self.meta.row_group(group).column(self.leaves[0]).total_uncompressed_size)
 
     def parts(self, group: int) -> int:
-        """Return into how many chunks a row group is divided: it may be too large for one."""
+        """Return the number of chunks in a row group: more than one if it is too large."""
         wanted = -(-self.text_bytes(group) // MAX_CHUNK_BYTES)
         return max(1, min(self.rows(group), wanted))
 
@@ -80,18 +80,18 @@ class Footer(NamedTuple):
 def read_chunk(
     ref: ChunkRef, footer: Footer, opened: AnyFile, settings: ReadSettings
 ) -> tuple[int, pa.Table]:
-    """Return the columns of a chunk, the text first, and the first row's number."""
+    """Return the number of the first row of a chunk, and its columns, the text first."""
     file, names, rows = ref.file, footer.names, footer.rows(ref.index)
     lo, hi = ref.bounds(rows)
     limit, encoded = int(settings.max_ratio * file.size) + 64 * MiB, footer.text_bytes(ref.index)
     step = max(16, min(STEP_ROWS, STEP_BYTES * rows // max(1, encoded)))
-    # Each row may be a reference to one dictionary value that is as long as all that is encoded.
+    # Every row may refer to one dictionary value that is as long as all the encoded bytes.
     step = min(step, max(1, limit // max(1, encoded)))
     batches, have, at = [], 0, 0
-    # Not memory-mapped: a file that shrinks under a map kills the process.
+    # Not memory-mapped, because a mapped file that shrinks kills the process.
     source = pa.PythonFile(RangeFile(file.size, opened), mode="r")
     try:
-        # Not buffered ahead: that would read on a thread of Arrow's, unmeasured.
+        # Not pre-buffered, because that would read on an Arrow thread, unmeasured.
         parquet = pq.ParquetFile(
             source, metadata=footer.meta, page_checksum_verification=True, pre_buffer=False
         )
@@ -101,7 +101,7 @@ def read_chunk(
             columns[0] = widened(columns[0])
             have += columns[0].nbytes
             if have > limit:
-                advice = "If this is honest data, store it with less compression."
+                advice = "If the data is valid, store it with less compression."
                 raise BombError(f"{ref}: {file.size} bytes decode to more than {limit}. {advice}")
             if at > lo:
                 columns = [column[max(0, lo - first) : hi - first] for column in columns]
@@ -113,7 +113,7 @@ def read_chunk(
             raise
         raise CorruptFile(f"{ref} cannot be read: {error!s:.500}") from error
     if at < hi:
-        raise CorruptFile(f"{ref}: the footer promises {rows} rows, there are {at}")
+        raise CorruptFile(f"{ref}: the footer declares {rows} rows, but there are {at}")
     if not batches:
         schema = footer.meta.schema.to_arrow_schema()
         return lo, pa.schema([schema.field(name) for name in names]).empty_table()
@@ -126,11 +126,11 @@ def read_chunk(
 def load_footer(
     settings: ReadSettings, remote: RemoteFiles | None, cache: MetadataCache | None, file: FileRef
 ) -> Footer:
-    """Return the footer of a file, checked. Damage is believed if a second fetch confirms it."""
+    """Return the checked footer of a file. Fetch a damaged one a second time before raising."""
     if not file.remote:
         return _parse(file, file.path, settings)
     assert remote is not None
-    # Without an ETag a change of the file would not be noticed.
+    # Without an ETag, a change of the file cannot be detected.
     cache = cache if file.etag else None
     key = f"{file.path}\n{file.size}\n{file.etag}"
     kept = None if cache is None else cache.get("footers", key)
@@ -177,7 +177,7 @@ def _parse(file: FileRef, source: Any, settings: ReadSettings) -> Footer:
     leaves = [meta.schema.column(i).path.partition(".")[0] for i in range(meta.num_columns)]
     numbers = [i for name in names for i, leaf in enumerate(leaves) if leaf == name]
     footer, groups = Footer(meta, names, numbers), range(meta.num_row_groups)
-    # A damaged footer may still parse, but not add up.
+    # A damaged footer may parse, but its numbers do not add up.
     ends = [(*each, sum(each)) for group in groups for each in footer.ranges(group)]
     inside = all(min(each) >= 0 and each[2] <= file.size for each in ends)
     if not inside or sum(map(footer.rows, groups)) != meta.num_rows:
@@ -193,7 +193,7 @@ def _damaged(file: FileRef, why: str) -> CorruptFile:
 
 
 class RangeFile(io.RawIOBase):
-    """A file object for Arrow, over a file that is read by ranges."""
+    """A file object for Arrow that reads ranges of a file."""
 
     def __init__(self, size: int, file: AnyFile) -> None:
         self._size, self._file, self._at = size, file, 0

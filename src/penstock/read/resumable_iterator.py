@@ -2,8 +2,8 @@
 
 The source is a function that returns an iterable, a collection, a `datasets` stream, or an iterator.
 A position is the epoch and the number of items taken. If the source has `state_dict` and
-`load_state_dict`, and its state is JSON, a resume uses them; otherwise, and for `datasets` streams, it reads
-the epoch again up to the position, and logs what that cost. Not thread-safe: reads follow each other.
+`load_state_dict`, and its state is JSON, a resume uses them; otherwise, and for `datasets` streams,
+it reads the epoch again up to the position, and logs the time that took. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ END: Any = object()
 
 
 class SharedPosition:
-    """What all readers of a dataset know of an object that keeps its own position."""
+    """The initial state of a stateful source, shared by all readers of a dataset."""
 
     def __init__(self, source: Any) -> None:
         self.beginning = source.state_dict() if _is_stateful(source) else None
-        """Its state before the first item was read."""
+        """The source's state before the first item was read."""
         self.begun = False
 
 
@@ -36,7 +36,7 @@ shared_position = SharedPosition
 
 
 def only_one(source: Any) -> bool:
-    """Return True if only one reader can use it: an iterator, or an object with its own position."""
+    """Return True if only one reader can use the source: an iterator or a stateful object."""
     return not _is_function(source) and (hasattr(source, "__next__") or _is_stateful(source))
 
 
@@ -47,8 +47,8 @@ def _is_function(source: Any) -> bool:
 def _is_stateful(source: Any) -> bool:
     """Return True if a resume can use the source's own state.
 
-    Not for streams of `datasets`: their state leaves out what is in a shuffle buffer, and they do not
-    tell whether they have one.
+    False for streams of `datasets`: their state omits the content of a shuffle buffer, and they do
+    not show if they have one.
     """
     known = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
     return known and type(source).__module__.partition(".")[0] != "datasets"
@@ -77,7 +77,7 @@ class ResumableIterator:
         if state is not None:
             made.load_state_dict(state)
         elif self._made is None and self._shared.begun and self._shared.beginning is not None:
-            made.load_state_dict(self._shared.beginning)  # another run left it elsewhere
+            made.load_state_dict(self._shared.beginning)  # an earlier run moved it
         self._shared.begun = True
         self._made, self._items, self._opened_with = made, iter(made), state
         self.epoch, self.taken, self._first = epoch, taken, taken
@@ -87,10 +87,10 @@ class ResumableIterator:
         for number in range(taken):
             if next(self._items, END) is END:
                 raise SourceError(
-                    f"{self._name} has only {number} items in epoch {epoch}, and the state is {taken} "
-                    "items in: it was saved with another iterable"
+                    f"{self._name} has only {number} items in epoch {epoch}, but the state is "
+                    f"{taken} items in: it was saved with another iterable"
                 )
-        why = "%s has no usable state_dict: its first %d items were read again to resume, in %.2f s"
+        why = "%s has no usable state_dict: resumed by reading its first %d items again, in %.2f s"
         log.warning(why, self._name, taken, time.perf_counter() - begun)
 
     def take(self) -> Any:
@@ -99,17 +99,17 @@ class ResumableIterator:
         if item is not END:
             self.taken += 1
         elif not self.taken:
-            raise SourceError(f"{self._name} gave nothing in epoch {self.epoch}")
+            raise SourceError(f"{self._name} returned no items in epoch {self.epoch}")
         return item
 
     def next_epoch(self) -> None:
-        """Begin the next epoch."""
+        """Start the next epoch."""
         self.open(self.epoch + 1, 0)
 
     def state(self) -> Any:
         """Return the source's own state as JSON, or None if it has none."""
         if self.taken == self._first:
-            return self._opened_with  # most sources know their state only after the first item
+            return self._opened_with  # most sources have a state only after the first item
         if _is_stateful(self._made):
             with suppress(TypeError, ValueError):  # not JSON: a resume reads the items again
                 return json.loads(json.dumps(self._made.state_dict()))
@@ -117,5 +117,5 @@ class ResumableIterator:
 
 
 def name_of(source: Any) -> str:
-    """Return a name for messages and states."""
+    """Return the name of a source for messages and states."""
     return str(getattr(source, "__qualname__", None) or type(source).__name__)

@@ -1,8 +1,8 @@
-"""Bytes of a file by position: on disk or remote, compressed or not.
+"""Read byte ranges of a file, on disk or remote, compressed or not.
 
-Remote ranges are fetched ahead by the I/O pool (see `Reader.fetch`). A compressed file has one
-decompressor, which passes over the file once; a read of an earlier part starts again from the
-beginning, because these formats have no random access.
+The I/O pool fetches remote ranges ahead (see `Reader.fetch`). A compressed file has one
+decompressor, which reads it in order; reading an earlier part restarts from the beginning, because
+these formats have no random access.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 Bytes = bytes | bytearray
 
 STEP = 16 * KiB
-"""Decompressed at once. A step that fails loses what was sound in it."""
+"""Bytes to decompress at once. A step that fails loses its intact bytes too."""
 STREAM_BLOCK, STREAM_AHEAD = 4 * MiB, 4
-"""A compressed remote file is fetched in blocks, some of them ahead."""
+"""A compressed remote file is fetched in blocks of this size, this many ahead."""
 
 
 DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 
 
 def is_damage(error: Exception) -> bool:
-    """Return True if an exception is about the bytes of a file, not about the machine.
+    """Return True if an exception is caused by the bytes of a file, not by the machine.
 
-    A failing disk or a lack of memory must not pass for bad data: with on_bad_record="skip" the
+    A failing disk or a lack of memory must not count as bad data: with on_bad_record="skip" the
     stream would depend on the machine.
     """
     return not isinstance(error, MemoryError) and getattr(error, "errno", None) is None
 
 
 class FetchedFile:
-    """Parts of a remote file that were fetched. Any other part is fetched when it is read."""
+    """Fetched parts of a remote file. Fetches any other part when it is read."""
 
     broken: CorruptFile | None = None
 
@@ -85,7 +85,7 @@ class PlainFile:
 
     def _read(self, start: int, length: int) -> bytes:
         with open(self.path, "rb") as file:
-            # A missing part would pass for the end of the file.
+            # A truncated file would look like the end of the file.
             if (size := os.fstat(file.fileno()).st_size) < self._size:
                 change = f"it was {self._size} bytes long when it was listed, it is {size}"
                 raise SourceError(f"{self.path} changed: {change}. Restore it, or start a new run.")
@@ -94,7 +94,7 @@ class PlainFile:
 
 
 class CompressedFile:
-    """A compressed file, read forwards. What was decompressed last is kept."""
+    """A compressed file, read in order. Keeps the last decompressed bytes."""
 
     def __init__(
         self, file: FileRef, keep_bytes: int, closing: threading.Event, remote: RemoteFiles | None
@@ -105,7 +105,7 @@ class CompressedFile:
         self._stream: IO[bytes] | None = None
         self._start, self._data, self._ended = 0, bytearray(), False
         self.broken: CorruptFile | None = None
-        """Why the file ends early, if it does."""
+        """The error at which the file ends early, if it does."""
 
     def read(self, start: int, length: int) -> bytes:
         with self._lock:
@@ -133,7 +133,7 @@ class CompressedFile:
             if not isinstance(error, DAMAGE) or not is_damage(error):
                 self._close_stream()  # its position is unknown
                 raise
-            # What came before the damage is sound, and the file ends here.
+            # The bytes before the damage are intact; the file ends here.
             place = f"past byte {self._start + len(self._data)} of its text"
             self.broken = CorruptFile(
                 f"{self._file.path} cannot be decompressed {place}: {error}. "
@@ -157,7 +157,7 @@ AnyFile = PlainFile | CompressedFile | FetchedFile
 
 
 class RangeStream(io.RawIOBase):
-    """A remote file from its beginning on, fetched a few blocks ahead."""
+    """A remote file read from the beginning, fetched a few blocks ahead."""
 
     def __init__(self, file: FileRef, remote: RemoteFiles) -> None:
         self._file, self._remote = file, remote
@@ -182,7 +182,7 @@ class RangeStream(io.RawIOBase):
 
 
 def open_stream(file: FileRef, remote: RemoteFiles | None = None) -> IO[bytes]:
-    """Open the decompressed bytes of a file."""
+    """Open a file as a stream of decompressed bytes."""
     source: Any = file.path
     if file.remote:
         assert remote is not None

@@ -1,10 +1,10 @@
 """Read records by byte range: JSON lines, texts between separators, whole files.
 
-Whether a record starts at a byte depends only on the bytes around it. So any range can be read alone,
-and ranges that tile a file give every record exactly once.
+The start of a record depends only on the bytes around it. So any range can be read alone, and
+ranges that tile a file give every record exactly once.
 
-Arrow's JSON parser takes the whole range at once (500 MB/s). If that fails, or a line has no text, the
-range is parsed again line by line, so that only the bad lines are lost.
+Arrow's JSON parser reads a whole range at once (500 MB/s). If that fails, or a line has no text,
+the range is parsed again line by line, so that only bad lines are lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(slots=True)
 class Records:
-    """Records of a range, as positions in `buffer`, which begins at byte `offset` of the file."""
+    """Records of a range, as positions in `buffer`, which starts at byte `offset` of the file."""
 
     buffer: bytes
     offset: int
@@ -36,7 +36,7 @@ class Records:
     ends: I64
     last: bool
     cut: bool = False
-    """True if the last record is longer than allowed, and its end was not searched."""
+    """True if the last record is longer than allowed, so its end is unknown."""
     unended: bool = False
     """True if the last record ends with the file, not with a separator."""
 
@@ -58,7 +58,7 @@ def read_records(source: AnyFile, lo: int, hi: int, separator: bytes, max_bytes:
     size = offset + len(buffer)
     at_end = len(buffer) < wanted
     found = _find_all(buffer, separator)
-    # Of separators that overlap ("\n\n" in "\n\n\n") the text begins after the last one.
+    # If separators overlap ("\n\n" in "\n\n\n"), the text begins after the last one.
     final = np.ones(len(found), bool)
     final[:-1] = np.diff(found) >= m
     starts = found[final] + m
@@ -79,7 +79,7 @@ def read_records(source: AnyFile, lo: int, hi: int, separator: bytes, max_bytes:
 def _extend(
     records: Records, source: AnyFile, separator: bytes, max_bytes: int, at_end: bool
 ) -> None:
-    """Read on until the last record is complete, or longer than allowed."""
+    """Read more until the last record is complete, or longer than allowed."""
     buffer, start = records.buffer, int(records.starts[-1])
     step, end = MiB // 4, -1
     while end < 0 and not at_end and len(buffer) - start <= max_bytes:
@@ -117,7 +117,7 @@ def split(records: Records) -> pa.Array:
 
 
 def read_whole(source: AnyFile, max_bytes: int) -> bytes:
-    """Return a whole file, or a little more than `max_bytes` of it."""
+    """Return a whole file, or slightly more than `max_bytes` of it if it is longer."""
     data = bytearray()
     while len(data) <= max_bytes and (part := source.read(len(data), 16 * MiB)):
         data += part
@@ -128,7 +128,7 @@ def read_whole(source: AnyFile, max_bytes: int) -> bytes:
 
 
 def drop_blank(records: Records) -> None:
-    """Drop lines of white space only."""
+    """Drop lines that are empty or only white space."""
     starts, ends, buffer = records.starts, records.ends, records.buffer
     filled = ends > starts
     some = np.flatnonzero(filled)
@@ -141,9 +141,9 @@ def drop_blank(records: Records) -> None:
 def parse_json(
     records: Records, field: str, reject: Callable[[int, str, str], None], all_columns: bool = False
 ) -> pa.Table:
-    """Return the column `field`, of texts, or all columns, as Arrow infers them.
+    """Return the text column `field`, or all columns with types inferred by Arrow.
 
-    `reject` is called with the row of a bad line, a reason and details.
+    Calls `reject` with the row of each bad line, a reason and details.
     """
     table = _parse_at_once(records, field, all_columns)
     if table is not None:
@@ -166,8 +166,8 @@ def _parse_at_once(records: Records, field: str, all_columns: bool) -> pa.Table 
     starts, ends = records.starts, records.ends
     if len(starts) == 0:
         return pa.table({field: empty(pa.large_string())})
-    # To Arrow a newline is white space, so it would take an object that spans lines. One that
-    # begins and ends with braces cannot: no object continues with "{" after "}".
+    # Arrow treats a newline as white space, so it would accept an object that spans lines. That is
+    # impossible if each line begins and ends with a brace: no object continues with "{" after "}".
     data = np.frombuffer(records.buffer, np.uint8)
     last = ends - 1 - (data[ends - 1] == ord("\r"))
     if not ((data[starts] == ord("{")).all() and (data[last] == ord("}")).all()):
@@ -184,16 +184,16 @@ def _parse_at_once(records: Records, field: str, all_columns: bool) -> pa.Table 
         )
     except (pa.ArrowException, OverflowError):
         return None
-    # A null is either null or no such field, and lines and rows may not agree (two objects in one
-    # line): line by line these are told apart.
+    # A null may be a missing field, and lines and rows may differ (two objects in one line).
+    # Parsing line by line distinguishes these.
     agrees = not table.column(field).null_count and len(table) == len(starts)
     return table if agrees else None
 
 
 def _parse_line(line: bytes, field: str) -> tuple[dict[str, Any], bytes, str, str]:
-    """Return a line's object and its text, or why it has none."""
+    """Return a line's object, its text, and the reason and detail if it is bad."""
     try:
-        # Bytes that are not UTF-8 stand for themselves: they matter only in this field.
+        # Invalid UTF-8 is escaped, because it matters only in this field.
         value = json.loads(line.removeprefix(BOM).decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
         return {}, b"", "invalid_json", f"not JSON: {error}"

@@ -1,8 +1,8 @@
-"""Rows of ids: from files that were tokenized before (nanoGPT, llm.c, Megatron, numpy), or random.
+"""Rows of ids from tokenized files (nanoGPT, llm.c, Megatron, numpy), or random ones.
 
-A file of n ids gives (n - 1) // seq_len rows of seq_len + 1 ids. Neighbours overlap by one id, since the last
-id of a row is only a target. No row crosses files. Files are memory-mapped; a row is addressed by its number
-and copied once (16 rows of 1024 in 10 µs), without the GIL.
+A file of n ids gives (n - 1) // seq_len rows of seq_len + 1 ids. Neighbours overlap by one id,
+because the last id of a row is only a target. No row crosses files. Files are memory-mapped; a row
+is found by its number and copied once (16 rows of 1024 in 10 µs), without the GIL.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 TYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8"}
 HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""llm.c's magic numbers, with their version and type of id: GPT-2 (also modded-nanogpt) and Llama 3."""
+"""llm.c's magic numbers, with version and id type: GPT-2 (also modded-nanogpt) and Llama 3."""
 HEADER_BYTES = 256 * 4
 MEGATRON = struct.Struct("<9sQBQQ")
-"""Magic, version, type of an id, sequences, entries of the index of documents."""
+"""Magic, version, id type, number of sequences, entries of the document index."""
 MEGATRON_TYPES = {4: "<i4", 5: "<i8", 8: "<u2"}
 ENDINGS = (".bin", ".npy")
 GOLDEN, HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
@@ -45,23 +45,23 @@ STEPS = (
 
 
 class TokenFile(NamedTuple):
-    """A file and how to read it: plain values, cheap to send to another process."""
+    """A file and its layout, as plain values that are cheap to pickle."""
 
     path: str
     name: str
     format: Literal["plain", "header", "megatron", "npy"]
     dtype: str
-    """The type of an id as it is stored, in numpy's notation."""
+    """The stored type of the ids, in numpy's notation."""
     size: int
     offset: int
-    """The byte at which the ids begin."""
+    """The byte offset of the first id."""
     tokens: int
     index_size: int = 0
-    """Bytes of Megatron's .idx."""
+    """The size of Megatron's .idx in bytes."""
 
 
 class RowDataset:
-    """A map-style dataset of rows of `seq_len + 1` ids, each of which is made by its number."""
+    """Base class of map-style datasets of rows of `seq_len + 1` ids."""
 
     seq_len: int
 
@@ -77,12 +77,12 @@ class RowDataset:
         raise NotImplementedError
 
     def boundaries(self, indices: I64 | Sequence[int]) -> tuple[I64, I64]:
-        """Return where documents begin inside the rows at `indices`: which row, and which id of it."""
+        """Return the row and the column of each document boundary inside the rows at `indices`."""
         self._checked(indices)
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
     def settings_id(self) -> dict[str, Any]:
-        """Return what else the rows depend on, besides the data."""
+        """Return the settings that the rows depend on."""
         return {"seq_len": self.seq_len}
 
     def _checked(self, indices: I64 | Sequence[int]) -> I64:
@@ -101,12 +101,12 @@ class TokenFileDataset(RowDataset):
     ) -> None:
         """Open a file, a folder, a glob, a Megatron prefix, or a list of these: .bin and .npy.
 
-        The format is found from the content: a header of llm.c or modded-nanogpt, a numpy array, or
-        an .idx beside the file, which makes it Megatron's. Any other file is ids only, as nanoGPT's.
+        The format is detected: a header of llm.c or modded-nanogpt, a numpy array, or Megatron if
+        there is an .idx next to the file. Any other file contains only ids, as nanoGPT writes.
 
-        dtype: the type of the ids in a file that does not name it. "auto" is uint16, as nanoGPT
-            writes; larger ids need "uint32". For the other formats it is checked.
-        positions: add positions and document masks to batches, for Megatron's documents.
+        dtype: the type of the ids in a file without a header. "auto" is uint16, as nanoGPT
+            writes; larger ids need "uint32". Other formats must match it.
+        positions: add positions and document masks to batches, from Megatron's documents.
         """
         asked = _type_name(dtype)
         self.files = files = tuple(_inspect(file, asked) for file in _list(path))
@@ -115,8 +115,8 @@ class TokenFileDataset(RowDataset):
         if counts.sum() == 0:
             longest = max(files, key=lambda file: file.tokens)
             raise SourceError(
-                f"seq_len={seq_len} needs {seq_len + 1} ids in a file, and {longest.path} has "
-                f"{longest.tokens}, the most of {len(files)} files. Choose a smaller seq_len."
+                f"seq_len={seq_len} needs {seq_len + 1} ids in a file, but {longest.path}, the "
+                f"longest of {len(files)}, has {longest.tokens}. Choose a smaller seq_len."
             )
         narrow = all(file.dtype == "<u2" for file in files)
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if narrow else np.uint32)
@@ -129,11 +129,11 @@ class TokenFileDataset(RowDataset):
     def from_binary_file(
         cls, path: Paths, seq_len: int, dtype: Any = "auto", *, positions: bool = False
     ) -> TokenFileDataset:
-        """Open files, as `TokenFileDataset(path, seq_len, …)` does."""
+        """Open files. The same as `TokenFileDataset(path, seq_len, …)`."""
         return cls(path, seq_len, dtype, positions=positions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rows": {}, "_documents": {}}  # a copy maps the files itself
+        return self.__dict__ | {"_rows": {}, "_documents": {}}  # a copy maps the files again
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -143,7 +143,7 @@ class TokenFileDataset(RowDataset):
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
         asked = self._checked(indices)
-        # Files too short for a row end where they begin, and are passed over.
+        # Files too short for a row are empty intervals, which the search skips.
         numbers = np.searchsorted(self._ends, asked, side="right")
         rows = asked - self._begins[numbers]
         found = np.unique(numbers).tolist()
@@ -161,10 +161,10 @@ class TokenFileDataset(RowDataset):
         return rows, np.concatenate([np.empty(0, np.int64), *cuts])
 
     def spans(self, index: int) -> list[Span]:
-        """Return where a row comes from. The offset is the number of its first id in the file.
+        """Return the origin of a row. The offset is the number of its first id in the file.
 
-        For Megatron there is a span for each document, with its number; otherwise one, with the
-        row's number in its file.
+        Megatron rows have a span for each document, with its number; other rows have one span, with
+        the row's number in its file.
         """
         number, begin, cuts = self._locate(int(self._checked([index])[0]))
         file, length, spans = self.files[number], self.seq_len + 1, []
@@ -179,14 +179,14 @@ class TokenFileDataset(RowDataset):
         return spans
 
     def data_id(self) -> dict[str, Any]:
-        """Return what identifies the data in a state. A copy in another folder is the same data."""
+        """Return the fields of a state that identify the data. They do not depend on the folder."""
         known = [(f.name, f.size, f.index_size, f.dtype, f.format) for f in self.files]
         found = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
         tokens = sum(file.tokens for file in self.files)
         return {"kind": "tokens", "hash": found, "files": len(self.files), "tokens": tokens}
 
     def _locate(self, index: int) -> tuple[int, int, I64]:
-        """Return a row's file, its first id there, and at which of its ids documents begin."""
+        """Return the file of a row, its first id there, and the columns of document boundaries."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         begin = (index - int(self._begins[number])) * self.seq_len
         if self.files[number].format != "megatron":
@@ -200,7 +200,7 @@ class TokenFileDataset(RowDataset):
     def _gather(self, number: int, rows: I64) -> Ids:
         file = self.files[number]
         if (every := self._rows.get(number)) is None:
-            # A view of overlapping rows: indexing it is the fastest copy, and numpy releases the GIL.
+            # A view of overlapping rows. Indexing it is the fastest copy, and releases the GIL.
             kind = np.dtype(file.dtype)
             shape = (file.tokens - 1) // self.seq_len, self.seq_len + 1
             strides = self.seq_len * kind.itemsize, kind.itemsize
@@ -210,13 +210,13 @@ class TokenFileDataset(RowDataset):
         if file.dtype in ("<i4", "<i8") and not 0 <= ids.min() <= ids.max() <= 0xFFFFFFFF:
             raise CorruptFile(
                 f"{file.path}: ids from {ids.min()} to {ids.max()} in the rows {rows.tolist()}, not "
-                f"0 to {0xFFFFFFFF}. If they are not {file.dtype}, name their type: dtype=…"
+                f"0 to {0xFFFFFFFF}. If they are not {file.dtype}, pass their type: dtype=…"
             )
         return ids.astype(self.dtype, copy=False)
 
 
 def _map_file(path: str, size: int) -> pa.Buffer:
-    """Map a file that had `size` bytes when it was inspected. Its descriptor is closed again."""
+    """Map a file that had `size` bytes when it was inspected. Closes its descriptor."""
     with pa.memory_map(os.fsencode(path)) as file:
         # Reading beyond the end of a mapped file kills the process, so the size is checked.
         if (now := file.size()) != size:
@@ -226,7 +226,7 @@ def _map_file(path: str, size: int) -> pa.Buffer:
 
 
 class MegatronIndex:
-    """Megatron's .idx, mapped: the first byte of each sequence and the first sequence of each document."""
+    """A mapped Megatron .idx, with the first byte of sequences and first sequence of documents."""
 
     def __init__(self, file: TokenFile) -> None:
         self._path = path = _index_path(file.path)
@@ -252,7 +252,7 @@ class MegatronIndex:
         self.tokens = end // self._itemsize
 
     def documents(self) -> I64:
-        """Return the first id of each document: 8 bytes of memory each."""
+        """Return the first id of each document. Takes 8 bytes per document."""
         if not 0 <= self._firsts.min() <= self._firsts.max() <= self._pointers.size:
             raise CorruptFile(f"{self._path}: a document begins with a sequence that is not there")
         starts: I64 = np.append(self._pointers // self._itemsize, self.tokens)[self._firsts[:-1]]
@@ -264,7 +264,7 @@ def _index_path(path: str) -> str:
 
 
 def _list(paths: Paths) -> list[FileRef]:
-    """Return the files of ids behind `paths`, each once and with a name of its own."""
+    """Return the files of ids at `paths`, without duplicates and with distinct names."""
     found: list[FileRef] = []
     for source in source_paths(paths):
         prefix = Path(source.removesuffix(".idx")).expanduser()
@@ -279,7 +279,7 @@ def _list(paths: Paths) -> list[FileRef]:
 
 
 def _inspect(ref: FileRef, asked: str) -> TokenFile:
-    """Find a file's format from its first bytes and from what is beside it."""
+    """Detect a file's format from its first bytes and its .idx, if there is one."""
     path, size = ref.path, ref.size
     with open(path, "rb") as stream:
         head = stream.read(12)
@@ -321,7 +321,7 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
 
 def _type_name(dtype: Any) -> str:
     name = ""
-    with suppress(TypeError):  # a type that numpy does not know
+    with suppress(TypeError):  # unknown to numpy
         name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
     if name not in ("auto", *TYPES):
         raise ConfigError(f"dtype={dtype!r}: needs 'auto' or one of {', '.join(TYPES)}")
@@ -334,7 +334,7 @@ class SyntheticDataset(RowDataset):
     def __init__(
         self, vocab_size: int = 50257, seq_len: int = 1024, num_samples: int = 10000, seed: int = 42
     ) -> None:
-        """Describe the rows; a row is made when it is asked for."""
+        """Rows are generated on access."""
         self.vocab_size = whole_number("vocab_size", vocab_size, 1)
         self.seq_len = whole_number("seq_len", seq_len, 1)
         self.num_samples = whole_number("num_samples", num_samples, 1)
@@ -352,7 +352,7 @@ class SyntheticDataset(RowDataset):
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
         keys = mix_array(mix(self.seed), self._checked(indices))
-        # splitmix64, each row a stream of it; then the upper 32 bits, scaled to the vocabulary.
+        # splitmix64, one stream per row; its upper 32 bits are scaled to the vocabulary.
         x = keys[:, None] + np.arange(1, self.seq_len + 2, dtype=np.uint64) * GOLDEN
         for shift, factor in STEPS:
             x ^= x >> shift
@@ -363,11 +363,11 @@ class SyntheticDataset(RowDataset):
         return x.astype(self.dtype)
 
     def spans(self, index: int) -> list[Span]:
-        """Return where a row comes from: its number."""
+        """Return the origin of a row: its number."""
         row, length = int(self._checked([index])[0]), self.seq_len + 1
         return [Span("synthetic", None, None, row, (0, length), (0, length))]
 
     def data_id(self) -> dict[str, Any]:
-        """Return what identifies the data in a state."""
+        """Return the fields of a state that identify the data."""
         sizes = {"vocab_size": self.vocab_size, "num_samples": self.num_samples}
         return {"kind": "synthetic", "seed": self.seed, **sizes}

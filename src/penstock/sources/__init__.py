@@ -1,4 +1,4 @@
 """Turn a dataset into a stream of batches: one module for each kind of data.
 
-All of them implement the protocols of `base`; `factory` chooses by the type of the dataset.
+All of them implement the protocols of `base`; `factory` chooses by the dataset's type.
 """

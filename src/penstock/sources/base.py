@@ -1,8 +1,8 @@
 """The interface between the loader and a kind of data.
 
-A `Source` describes data: fingerprints for the state, first positions, and the `work` that workers
-do, an object whose methods are pure functions of their arguments. Opened for a `RunContext`, it gives
-a `Producer` of batches. Sources of packed rows open `Lanes`, which a mixture can interleave.
+A `Source` describes data: fingerprints for the state, first positions, and the `Work` that workers
+do, whose methods are pure functions of their arguments. `Source.open` starts a run and returns a
+`Producer` of batches. Sources of packed rows open `Lanes`, which a mixture can interleave.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 BEGINNING = StreamPosition(0, 0)
 BLOCK_BYTES = 8 * MiB
-"""Small batches are made together up to this size: 32 batches of 16 rows of 1024 tokens."""
+"""Small batches are made together, up to this size: 32 batches of 16 rows of 1024 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """How a stream is run, and from where. `settings` fills in the first part from the user's
-    options, the loader the second part from its state."""
+    """The parameters of one run. `settings` fills the first group of fields from the user's
+    options; the loader fills the second group from its state."""
 
     shuffle: bool
     seed: int
@@ -43,15 +43,15 @@ class RunContext:
     epochs: int | None
     shard: Shard
     alone: bool
-    """True if the user gave the shard: it need not keep in step with others."""
+    """True for an explicit shard, which does not coordinate with other ranks."""
     n_workers: int
     workers: str
     cpus: frozenset[int] | None
     prefetch_size: int
     row_bytes: int
-    """Bytes of a row in the queue; 0 if that is not known beforehand."""
+    """Bytes of a row in the queue; 0 if unknown."""
     queue_bytes: int
-    """Bytes that the queue, the batch in hand and the device copies are expected to take."""
+    """Estimated bytes of the queue, the current batch and the device copies."""
     read_ahead_bytes: int
     tensors: bool
     device: str | None
@@ -59,11 +59,11 @@ class RunContext:
     lanes: int = 1
     skip: frozenset[Address] = frozenset()
     weights: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """For mixtures: from which global row on which weights hold."""
+    """For mixtures: pairs of a global row and the weights from that row on."""
     first_epoch: int = 0
     end_epoch: int | None = None
     by_epoch: bool = False
-    """True if each lane ends with its epoch, for a mixture that then reopens it."""
+    """True if each lane stops at the end of its epoch, so that a mixture can reopen it."""
     positions: Mapping[int, LanePosition] = field(default_factory=dict)
     start: StreamPosition = BEGINNING
     state: Callable[[StreamPosition], dict[str, Any]] = StreamPosition._asdict
@@ -75,7 +75,7 @@ class RunContext:
 
     @property
     def block(self) -> int:
-        """Batches that are made at once: more than one if they are small."""
+        """Return the number of batches to make at once: more than one if they are small."""
         return max(1, BLOCK_BYTES // (self.row_bytes * self.batch_size)) if self.row_bytes else 1
 
 
@@ -90,12 +90,12 @@ def noted(note: str) -> Iterator[None]:
 
 
 class Counted(Protocol):
-    """Something that runs and counts what it does: by default, what its inner parts do."""
+    """A component with counters. By default it merges those of its inner components."""
 
     inner: Sequence[Counted] = ()
 
     def totals(self) -> dict[str, int]:
-        """Return what was read into the stream, by its name in `Stats`."""
+        """Return counters of the data read into the stream, keyed by field of `Stats`."""
         return sum((Counter(each.totals()) for each in self.inner), Counter())
 
     def bad(self) -> dict[str, int]:
@@ -107,100 +107,100 @@ class Counted(Protocol):
         return {name: value for each in self.inner for name, value in each.gauges().items()}
 
     def stop(self) -> None:
-        """Cancel what is under way, without waiting."""
+        """Cancel pending work without waiting."""
         for each in self.inner:
             each.stop()
 
     def close(self) -> None:
-        """Release everything. Called once no worker runs any more."""
+        """Release all resources. Called after the workers have stopped."""
         for each in self.inner:
             each.close()
 
 
 class Work:
-    """What workers do: methods that are pure functions of their arguments. It can be pickled."""
+    """The methods that workers call: pure functions of their arguments. Can be pickled."""
 
     clock: Clock
 
     def stop(self) -> None:
-        """Cancel what is under way, without waiting."""
+        """Cancel pending work without waiting."""
 
     def close(self) -> None:
-        """Close files and connections. Called once no worker runs any more."""
+        """Close files and connections. Called after the workers have stopped."""
 
 
 class Producer(Counted, Protocol):
     """Makes the batches of one run, on the producer thread."""
 
     def take(self, n: int) -> list[Batch]:
-        """Return the next batches, at most `n`; none at the end of a finite stream."""
+        """Return up to `n` batches; an empty list at the end of a finite stream."""
 
 
 class Lanes(Counted, Protocol):
-    """A rank's lanes of a source of rows."""
+    """The lanes of a row source that belong to this rank."""
 
     packers: Sequence[Packer]
 
     def reopen(self, index: int, epoch: int) -> None:
-        """Begin an epoch with one lane: it gets a new packer."""
+        """Start an epoch in one lane, with a new packer."""
         return
 
 
 class Source(Protocol):
-    """A dataset as the loader sees it. Implementations inherit from it and override what differs."""
+    """A dataset as the loader sees it. Implementations override what differs."""
 
     by_lane: bool = False
-    """True if the state has a position for each lane; otherwise a row number is enough."""
+    """True if the state needs a position for each lane, False if a row number is enough."""
     shuffles: bool = False
     """The default of `shuffle`."""
     even: bool = False
-    """True if all ranks get equally many batches of a finite stream without coordination."""
+    """True if all ranks get the same number of batches from a finite stream, uncoordinated."""
     skip: frozenset[Address] = frozenset()
 
     def data_id(self) -> dict[str, Any]:
-        """Return what identifies the data in a state."""
+        """Return the fields of a state that identify the data."""
 
     def tokenizer_id(self) -> dict[str, Any]:
-        """Return what identifies the ids in a state."""
+        """Return the fields of a state that identify the tokenizer."""
         return {}
 
     def settings_id(self) -> dict[str, Any]:
-        """Return the settings that the stream depends on."""
+        """Return the settings that determine the stream."""
         return {}
 
     def first_position(self, epoch: int) -> LanePosition:
-        """Return where a lane begins an epoch."""
+        """Return the position of a lane at the start of an epoch."""
         return LanePosition(epoch=epoch)
 
     def first_source(self, epoch: int) -> Any:
-        """Return where an iterable of samples begins an epoch."""
+        """Return the position of an iterable of samples at the start of an epoch."""
         return None
 
     def check_state(self, state: State) -> None:
-        """Raise `StateError` or `SourceError` for a state that cannot belong to this data."""
+        """Raise `StateError` or `SourceError` if a state cannot belong to this data."""
         return
 
     def row_bytes(self) -> int:
-        """Return what a row takes in the queue; 0 if that is not known beforehand."""
+        """Return the bytes of a row in the queue; 0 if unknown."""
         return 0
 
     def listings(self) -> list[tuple[float, float]]:
-        """Return when files were listed, once: for the timing of the first batch."""
+        """Return and clear the times at which files were listed, for the first-batch timing."""
         return []
 
     def length(self) -> int | None:
-        """Return the rows or samples of an epoch, if known."""
+        """Return the number of rows or samples in an epoch, if known."""
         return None
 
     def batches(self, run: RunContext) -> int | None:
-        """Return the batches of a pass, if they are known and do not follow from `length`."""
+        """Return the number of batches in a pass, if known and not derived from `length`."""
         return None
 
     def work(self, run: RunContext) -> Any:
         """Return the `Work` of a run."""
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> Producer:
-        """Begin a run. `work` is this process's copy of what the pool's workers call."""
+        """Start a run. `work` is this process's copy of the `Work` that the pool's workers call."""
 
 
 @runtime_checkable
@@ -223,7 +223,7 @@ class RowSource(Source, Protocol):
 
 
 class RowProducer(Batcher, Producer):
-    """Deals batches from the lanes of a run."""
+    """Makes batches from the rows of a run's lanes."""
 
     def __init__(
         self, source: RowSource, run: RunContext, lanes: Lanes, total_rows: int | None = None

@@ -4,9 +4,9 @@
              pure                  stateless                                stateful
                               workers, any order                   the producer thread, in order
 
-`ChunkLane` is one lane. `ChunkLanes` holds the lanes of a rank: it reads ahead within a budget of
-bytes and counts what enters the stream. What differs between files, iterables and other kinds of
-chunks is behind `ChunkReader`.
+`ChunkLane` is one lane. `ChunkLanes` holds the lanes of a rank, reads ahead within a budget of
+bytes, and counts the documents that enter the stream. `ChunkReader` is the interface to files,
+iterables and other kinds of chunks.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from penstock.types import Bad, ChunkRef, LanePosition, MiB, TokenChunk
 log = logging.getLogger("penstock")
 
 EMPTY_EPOCHS = 8
-"""A lane that found no text in this many epochs in a row has too little of it."""
+"""A lane without text in this many consecutive epochs raises."""
 SHUFFLE_BYTES = 256 * MiB
-"""Bytes of text after which a shuffle window is full, however few chunks it has."""
+"""Bytes of text at which a shuffle window is full, regardless of its number of chunks."""
 LOOK_AHEAD = 8
-"""Groups of files whose chunks are looked up at once, when read-ahead would wait for one."""
+"""Groups of files to look up at once when read-ahead would wait for one."""
 CLOSE_S = 5.0
 """How long a shutdown waits for requests in flight."""
 TEXT_SETTINGS = ("seq_len", "packing", "text_field", "chunk_bytes", "shuffle_chunks")
-_DOCUMENTS = 4  # a permutation of documents shares no key with those of `order.plan`
+_DOCUMENTS = 4  # keeps the keys of document permutations apart from those of `order.plan`
 
 
 class ChunkReader(Counted, Protocol):
-    """What differs between kinds of chunks. Called on the producer thread."""
+    """Reads one kind of chunks. Called on the producer thread."""
 
     io: ThreadPool | None = None
-    """Runs fetches, if there are any."""
+    """The pool for fetches, if any."""
     fetches: int = 0
-    """Requests to have in flight."""
+    """Requests to keep in flight."""
     chunks_per_task: int = 1
 
     def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
-        """Start to find the chunks of each file, and why it is left out if it cannot be read. Return
-        nothing for sequential files."""
+        """Start listing the chunks of each file. A result also has the reasons for skipping the
+        file. Return nothing for sequential files."""
         return []
 
     def submit(self, refs: list[ChunkRef], position: LanePosition) -> Task[Any]:
-        """Start to make the next `chunks_per_task` chunks of a lane, or as many as are left. The
-        result is a chunk, or a list of them."""
+        """Start making the next `chunks_per_task` chunks of a lane, or fewer at its end. The result
+        is a chunk or a list of chunks."""
 
     def reopen(self, lane: int, epoch: int) -> None:
-        """A lane leaves its position and begins an epoch."""
+        """Start an epoch in one lane."""
         return
 
     def rejected(self, bad: Sequence[Bad]) -> None:
-        """Records were rejected."""
+        """Handle rejected records."""
         return
 
     def set_fetches(self, fetches: int) -> None:
-        """Have more or fewer requests in flight. The stream stays the same."""
+        """Change the number of requests in flight. Does not change the stream."""
         assert self.io is not None
         self.io.resize(fetches)
         self.fetches = fetches
@@ -88,22 +88,22 @@ class ChunkReader(Counted, Protocol):
 
 
 class ChunkSource(RowSource):
-    """A dataset whose chunks become rows as its options say."""
+    """A dataset of chunks that are packed into rows."""
 
     seq_len: int
     settings: tuple[str, ...] = TEXT_SETTINGS
-    """The options that the stream depends on."""
+    """The options that determine the stream."""
     ordered_chunks = 1
-    """The chunks of a window that keeps their order."""
+    """Chunks per window without a shuffle."""
     window_growth = 2
-    """How many times larger each window of the first epoch is than the one before."""
+    """The factor by which windows of the first epoch grow."""
     expansion = 2
-    """Memory that a chunk takes while it is worked on, in multiples of its text."""
+    """Peak memory of a chunk as a multiple of its text."""
     pad_id = 0
     dtype: np.dtype[Any] = np.dtype(np.uint32)
 
     def __init__(self, dataset: Any, shuffle_chunks: int) -> None:
-        """`shuffle_chunks`: the chunks of a shuffle window."""
+        """`shuffle_chunks`: chunks per shuffle window."""
         self.dataset, self.shuffle_chunks, options = dataset, shuffle_chunks, dataset.options
         self.seq_len, self.positions = options.seq_len, options.positions
         self.packing: str = options.packing
@@ -118,15 +118,15 @@ class ChunkSource(RowSource):
 
 @dataclass(slots=True, eq=False)
 class Ahead:
-    """A chunk that is under way."""
+    """A chunk in progress."""
 
     position: LanePosition
     ref: ChunkRef
     task: Task[Any]
     part: int
-    """Which of the task's chunks it is, if that makes several."""
+    """The index of the chunk in the task's result, if that is a list."""
     nbytes: int
-    """Its size, or the memory that it may take until it is made."""
+    """The size of the chunk, or an estimate of its memory until it is ready."""
 
     def result(self) -> TokenChunk:
         made = self.task.result()
@@ -135,34 +135,34 @@ class Ahead:
 
 
 class ChunkLane:
-    """The chunks of one lane, from a position on."""
+    """The chunks of one lane, starting at a position."""
 
     def __init__(self, lanes: ChunkLanes, number: int, start: LanePosition) -> None:
         self.number, self._lanes = number, lanes
         self._plan, self._source, self._reader = lanes.plan, lanes.source, lanes.reader
         self._end_epoch = start.epoch + 1 if lanes.run.by_epoch else lanes.run.end_epoch
         self.ahead: deque[Ahead] = deque()
-        """The chunks under way."""
+        """The chunks in progress."""
         self._known = 0
-        """How many of these, from the first one on, have their size instead of an estimate."""
+        """The number of these, from the first on, whose size is known."""
         self._ahead_bytes = 0
         self._epoch, self._group, self._chunk = start[:3]
         """The next chunk to submit."""
         self._groups: list[tuple[int, ...]] | None = None
         self._refs: list[ChunkRef] | None = None
-        """The groups of the epoch and the chunks of the group, once they are needed."""
+        """The groups of the epoch and the chunks of the group, computed on demand."""
         self._window, self._window_epoch = start.window, start.epoch
         """The next window to build."""
         self.found_text = start != LanePosition(epoch=start.epoch)
-        """True also if the run that saved the position had found some."""
+        """Also True if the run that saved the position had found text."""
         self._chunk_epoch = self._text_epoch = start.epoch - (not self.found_text)
-        """The last epochs that had a chunk, and that had text."""
+        """The last epoch with a chunk, and the last epoch with text."""
         self.finished = False
 
     # Read-ahead
 
     def ahead_bytes(self) -> int:
-        """Return the memory that the chunks under way take, or may take."""
+        """Return the memory of the chunks in progress, estimated where unknown."""
         while self._known < len(self.ahead) and self.ahead[self._known].task.ready():
             ahead = self.ahead[self._known]
             estimated, ahead.nbytes = ahead.nbytes, ahead.result().nbytes
@@ -171,18 +171,18 @@ class ChunkLane:
         return self._ahead_bytes
 
     def wants_chunks(self, beyond: int) -> bool:
-        """Return True if fewer chunks are under way than the next window and `beyond` need."""
+        """Return True if the next window and `beyond` more chunks are not all in progress."""
         return len(self.ahead) < self._window_chunks(self._window_epoch) + beyond
 
     def _window_chunks(self, epoch: int) -> int:
-        """Return how many chunks the next window spans."""
+        """Return the number of chunks in the next window."""
         full = self._source.shuffle_chunks if self._plan.shuffle else self._source.ordered_chunks
         return window_chunks(epoch, self._window, full, self._source.window_growth)
 
     def submit(self, wait: bool = True) -> int:
-        """Submit the next chunk, or several as one task, and return the memory that they may take.
+        """Submit the next chunk, or several as one task. Return an estimate of their memory.
 
-        Return 0 at the end of a finite stream, and with wait=False if a footer has to be read first.
+        Return 0 at the end of a finite stream, and with wait=False if a footer must be read first.
         """
         while self._end_epoch is None or self._epoch < self._end_epoch:
             if self._groups is None:
@@ -199,8 +199,8 @@ class ChunkLane:
                 self._next_group()
                 continue
             position = LanePosition(self._epoch, self._group, self._chunk)
-            # First: if it fails, this chunk is still the next one, and the lane that needs it
-            # meets the same error.
+            # Submitted before the position changes: after a failure, this chunk is still the next
+            # one, and raises again when it is needed.
             task = self._reader.submit(refs, position)
             before, self._chunk_epoch = self._ahead_bytes, self._epoch
             for part, ref in enumerate(refs):
@@ -216,7 +216,7 @@ class ChunkLane:
         self._group, self._chunk, self._refs = self._group + 1, 0, None
 
     def _open_group(self, groups: list[tuple[int, ...]], wait: bool) -> bool:
-        """Find the lane's chunks of the next group. Return False if that would wait."""
+        """Look up the lane's chunks in the next group. Return False if that would wait."""
         group, after = groups[self._group], self._group + 1
         lookups = self._reader.look_up(group)
         ready = wait or all(task.ready() for task in lookups)
@@ -267,7 +267,7 @@ class ChunkLane:
         ahead = self._first()
         if ahead is None:
             return None
-        chunk = ahead.result()  # if this raises, the chunk stays the next one
+        chunk = ahead.result()  # if this raises, the chunk is still the next one
         self._ahead_bytes -= self.ahead.popleft().nbytes
         self._known = max(0, self._known - 1)
         if chunk.last and ahead.ref.file.sequential:
@@ -276,7 +276,7 @@ class ChunkLane:
         return chunk
 
     def _first(self) -> Ahead | None:
-        """Return the next chunk while it is under way, or None at the end of a finite stream."""
+        """Return the next chunk in progress, or None at the end of a finite stream."""
         return self.ahead[0] if self.ahead or self.submit() else None
 
     def _take_window(self, epoch: int) -> list[TokenChunk]:
@@ -295,7 +295,7 @@ class ChunkLane:
         return chunks
 
     def _end_file(self, file: tuple[int, ...]) -> None:
-        """A sequential file (epoch, group) ended: drop what was submitted beyond its end."""
+        """Drop the chunks submitted beyond the end of a sequential file (epoch, group)."""
         while self.ahead and self.ahead[-1].position[:2] == file:
             dropped = self.ahead.pop()
             self._ahead_bytes -= dropped.nbytes
@@ -325,16 +325,16 @@ class ChunkLanes(Lanes):
         pool: Pool,
         report_docs: int = 0,
     ) -> None:
-        """`report_docs`: documents between two log lines; 0 for none."""
+        """`report_docs`: documents between progress log lines; 0 for none."""
         self.source, self.plan, self.reader, self.run = source, plan, reader, run
         self._pool, self.inner = pool, [reader]
         self.read_ahead_bytes = run.read_ahead_bytes
         self.min_read_ahead = 0
-        """Chunks to have under way beyond the next window, at least: set by autotune."""
+        """Minimum number of chunks to read ahead beyond the next window. Set by autotune."""
         self.memory_bound = False
-        """True if more would be read ahead with more memory."""
+        """True if memory limits read-ahead."""
         self._counts: Counter[str] = Counter()
-        """What has entered the stream. Written by the producer thread."""
+        """Counters of the data in the stream. Written by the producer thread."""
         self._bad: Counter[str] = Counter()
         self._bad_files: set[Bad] = set()
         self._report_docs, self._reported_docs = report_docs, 0
@@ -373,20 +373,21 @@ class ChunkLanes(Lanes):
 
     @property
     def read_ahead(self) -> int:
-        """Chunks to have under way beyond the next window.
+        """Chunks to read ahead beyond the next window.
 
-        None before the first chunk was used: the first batch has workers and link to itself.
+        0 before the first chunk is used, so that the first batch has the workers and the link to
+        itself.
         """
         if not self._counts:
             return 0
-        # Twice as many as are worked on or fetched at once: while one is late, others continue.
+        # Twice the number processed at once, so that others continue while one is late.
         at_once = self._pool.n_workers + self.reader.fetches
         return max(self.min_read_ahead, 2 * at_once * self.reader.chunks_per_task)
 
     # On the producer thread
 
     def submit_ahead(self) -> None:
-        """Submit chunks, for the lane with the fewest first, within the budget of bytes."""
+        """Submit chunks within the budget of bytes, first for the lane with the fewest."""
         if self._pool.n_workers == 0:
             return
         beyond = self.read_ahead
@@ -395,9 +396,9 @@ class ChunkLanes(Lanes):
         while hungry and budget > 0:
             lane = min(hungry, key=lambda lane: len(lane.ahead))
             try:
-                # The first batch waits for footers; later, what is known already goes first.
+                # Only the first batch waits for footers; later, known chunks go first.
                 nbytes = lane.submit(wait=beyond == 0)
-            except Exception:  # raised again when the stream comes to this chunk
+            except Exception:  # raised again when the stream reaches this chunk
                 nbytes = 0
             if not nbytes or not lane.wants_chunks(beyond):
                 hungry.remove(lane)
@@ -407,8 +408,8 @@ class ChunkLanes(Lanes):
     def _next_window(self, lane: ChunkLane) -> Window | None:
         self.submit_ahead()
         window = lane.next_window()
-        # In a finite stream a lane may be empty if others are not; lanes that have to keep in step
-        # may not.
+        # In a finite stream, a lane may be empty if others are not, except with drop_last, where
+        # the first lane to end ends the stream.
         others = [lane] if self.run.drop_last else self.lanes
         if window is None and all(each.finished and not each.found_text for each in others):
             raise lane.no_data()
@@ -416,7 +417,7 @@ class ChunkLanes(Lanes):
         return window
 
     def use(self, chunk: TokenChunk) -> None:
-        """Count a chunk that enters the stream, and what was found in it."""
+        """Count a chunk that enters the stream, and its documents."""
         self._counts.update(
             documents=len(chunk.docs),
             empty=chunk.empty,
@@ -433,7 +434,7 @@ class ChunkLanes(Lanes):
         self.submit_ahead()
 
     def leave_out(self, files: list[Bad]) -> None:
-        """Count files that cannot be read, each once."""
+        """Count each file that cannot be read once."""
         self._count_bad([bad for bad in files if bad not in self._bad_files])
         self._bad_files.update(files)
 

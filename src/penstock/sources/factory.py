@@ -1,4 +1,4 @@
-"""Choose the source for what a loader was given. A kind's modules are imported when it is used."""
+"""Choose the source for a dataset. The modules of each kind of data are imported on first use."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def as_source(
     if hasattr(dataset, "as_source"):
         if preprocess is not None or collate is not None:
             raise ConfigError(
-                f"{'collate' if preprocess is None else 'preprocess'}=… is for samples of your own; "
-                f"{type(dataset).__name__} gives packed rows of ids. Use device_preprocess=…, or "
+                f"{'collate' if preprocess is None else 'preprocess'}=… needs a dataset of samples; "
+                f"{type(dataset).__name__} returns packed rows of ids. Use device_preprocess=…, or "
                 "pass a map-style dataset."
             )
         source: Source = dataset.as_source()

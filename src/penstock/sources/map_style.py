@@ -1,8 +1,8 @@
 """Map-style data: token files, synthetic rows, a user's own dataset with `__len__` and `__getitem__`.
 
 The state is one number, the next global row. Row g of a pass is sample `permute(g mod length)` of
-epoch g div length, so any number of ranks can continue from it. Rows of ids go through the same
-batcher as text (`RowsSource`); samples of the user's own are collated by the workers, a task a batch
+epoch g div length, so any number of ranks can resume from it. Rows of ids use the same
+batcher as text (`RowsSource`); workers collate user-defined samples, one batch per task
 (`SampleSource`).
 """
 
@@ -35,11 +35,10 @@ from penstock.sources.samples import (
 from penstock.types import LanePosition, Shard, Span
 
 TASK_TOKENS = 1 << 20
-"""Input ids that one task reads: enough to make the cost of a task and of a permutation small. The
-first tasks read fewer, so that the first batch does not wait. Rows of common batch sizes divide it,
-so that few batches span two tasks."""
+"""Input ids per task: enough to amortize the cost of a task and of a permutation. The first tasks read
+fewer, so that the first batch does not wait. A power of two, so that few batches span two tasks."""
 FIRST_ROWS = 32
-_ROWS = 5  # a permutation of rows shares no key with those of `order.plan`
+_ROWS = 5  # keeps the keys of row permutations apart from those of `order.plan`
 
 
 def sample_parts(
@@ -53,8 +52,8 @@ def sample_parts(
 ) -> Iterator[tuple[I64, I64]]:
     """Yield the samples and epochs of a shard's rows [first, end), part by part.
 
-    Row 0 is in `epoch`. Parts grow from the first size to the second. From the global row `repeat`
-    on, the first rows are repeated.
+    Row 0 is in `epoch`. Part sizes double from the first of `sizes` to the second. From the global
+    row `repeat` on, the stream repeats its first rows.
     """
     (first, end), (size, largest) = rows, sizes
     while end is None or first < end:
@@ -71,14 +70,14 @@ def sample_parts(
 
 
 def spans_of(dataset: Any, index: int) -> list[Span]:
-    """Return where a sample comes from, as far as its dataset knows."""
+    """Return the origin of a sample: from its dataset if that has `spans`."""
     if hasattr(dataset, "spans"):
         return list(dataset.spans(index))
     return span_of(type(dataset).__name__, index)
 
 
 def rows_of_pass(run: RunContext, length: int | None) -> int:
-    """Return the rows or samples of one pass on this rank, if an epoch has this many in all."""
+    """Return the rows or samples of one pass on this rank. `length` is that of an epoch."""
     if length is None or run.epochs is None:
         kind = "an endless stream" if run.epochs is None else "a stream of unknown length"
         raise TypeError(f"{kind} has no len()")
@@ -86,26 +85,26 @@ def rows_of_pass(run: RunContext, length: int | None) -> int:
 
 
 def own_rows(total: int, run: RunContext) -> int:
-    """Return how many of `total` rows a rank reads, with those that are repeated at the end."""
+    """Return the number of rows a rank reads out of `total`, including repeated rows."""
     full, left = divmod(total, run.batch_size * run.shard.mod)
     if run.drop_last or not left:
         return full * run.batch_size
     if run.alone or run.shard.mod == 1:
         return len(range(run.shard.rem, total, run.shard.mod))
-    # All ranks get a full last batch: the first rows are repeated.
+    # Repeating the first rows fills the last batch on every rank.
     return (full + 1) * run.batch_size
 
 
 @dataclass(slots=True)
 class IndexedRows:
-    """Some rows of a lane."""
+    """Consecutive rows of a lane."""
 
     ids: Ids
     samples: I64
     of_epochs: I64
     dataset: Any
     start: LanePosition
-    """Where the first row is."""
+    """The position of the first row."""
     valid: None = None
 
     def part(self, first: int, last: int | None) -> IndexedRows:
@@ -128,12 +127,12 @@ class IndexedRows:
 
 
 class IndexedPacker:
-    """The rows l, l + n, l + 2n, … of a stream: lane l of n. Read by workers, a few tasks ahead."""
+    """Packs the rows l, l + n, l + 2n, … of a stream: lane l of n. Workers read a few tasks ahead."""
 
     def __init__(
         self, dataset: Any, pool: Pool, parts: Iterator[tuple[I64, I64]], start: LanePosition
     ) -> None:
-        """`parts`: the samples and epochs to ask for. `start.row` counts the lane's own rows."""
+        """`parts` yields the samples and epochs of each task. `start.row` counts this lane's rows."""
         self._dataset, self._pool, self._parts = dataset, pool, parts
         self._start, self._next = start, start.row
         self._tasks: deque[tuple[I64, I64, Task[Any]]] = deque()
@@ -168,12 +167,12 @@ class IndexedPacker:
             start = self._start._replace(row=self._next)
             return IndexedRows(task.result(), samples, epochs, self._dataset, start)
         except Exception as error:
-            self.failed = error  # raised by the batcher, after the rows that came before it
+            self.failed = error  # the batcher raises it after the rows before it
             return None
 
 
 class RowLanes(Lanes):
-    """A rank's lanes of map-style rows: several in a mixture, otherwise one."""
+    """The lanes of map-style rows on this rank: one, or several in a mixture."""
 
     def __init__(
         self,
@@ -183,7 +182,7 @@ class RowLanes(Lanes):
         end: int | None = None,
         repeat: int | None = None,
     ) -> None:
-        """`end` and `repeat` are as for `sample_parts`."""
+        """For `end` and `repeat` see `sample_parts`."""
         self._source, self._run, self._pool = source, run, pool
         self._end, self._repeat = end, repeat
         self.packers: list[Packer] = [
@@ -191,7 +190,7 @@ class RowLanes(Lanes):
         ]
 
     def _packer(self, lane: int, start: LanePosition) -> IndexedPacker:
-        """Return a lane's packer. Its position counts rows from the beginning of an epoch."""
+        """Return a lane's packer. Its position counts rows from the start of an epoch."""
         run, source, length = self._run, self._source, self._source.length()
         end = len(range(lane, length, run.lanes)) if run.by_epoch else self._end
         shard, rows = Shard(run.lanes, lane), (start.row, end)
@@ -204,7 +203,7 @@ class RowLanes(Lanes):
 
 
 class SampleSource(CollatedSource):
-    """A map-style dataset of the user's own as the loader sees it."""
+    """A user's map-style dataset as the loader sees it."""
 
     shuffles = True
     even = True
@@ -228,8 +227,8 @@ class SampleSource(CollatedSource):
         return self._length
 
     def rows_of(self, run: RunContext) -> tuple[tuple[int, int | None], int | None]:
-        """Return the rank's rows [first, end) of this pass, and the rows of all ranks."""
-        # The first row at or after the global one of the state.
+        """Return the rows [first, end) of this rank in a pass, and the total over all ranks."""
+        # This rank's first row at or after the state's global row.
         first = -(-(run.start.row - run.shard.rem) // run.shard.mod)
         if run.end_epoch is None:
             return (first, None), None
@@ -251,7 +250,7 @@ class SampleSource(CollatedSource):
 
 
 class RowsSource(SampleSource, RowSource):
-    """A dataset that reads rows of ids itself, many at once: token files, synthetic data."""
+    """A dataset that reads many rows of ids at once: token files, synthetic data."""
 
     by_lane = False
 
@@ -260,7 +259,7 @@ class RowsSource(SampleSource, RowSource):
         self.seq_len, self.dtype = dataset.seq_len, np.dtype(dataset.dtype)
         self.positions = bool(getattr(dataset, "positions", False))
         self.task_rows = FIRST_ROWS, max(1, TASK_TOKENS // self.seq_len)
-        """How many rows the first task reads, and how many later ones."""
+        """The rows of the first task, and the maximum for later ones."""
 
     def data_id(self) -> dict[str, Any]:
         return {**self.dataset.data_id(), "length": self._length}

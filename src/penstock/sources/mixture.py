@@ -1,8 +1,7 @@
 """Several datasets as one stream, interleaved row by row, by weights.
 
-Which part a row comes from is decided by its global number, so the stream is the same for any number
-of ranks. A lane's position has the position in every part, and how many rows each part has had
-since the weights changed.
+The global row number determines the part, so the stream is the same for any number of ranks. A
+lane's position has a position in every part, and the rows of each part since the weights changed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from penstock.types import LanePosition
 
 OnEnd = Literal["restart", "stop"]
 OF_PART = "::"
-"""Stands between the name of a part and that of its file, in addresses to skip."""
+"""Separates the names of a part and its file in the addresses of skipped documents."""
 
 
 class Mixture:
@@ -41,10 +40,9 @@ class Mixture:
     def __init__(
         self, parts: Mapping[str, tuple[Any, float]], *, on_end: OnEnd = "restart"
     ) -> None:
-        """Describe a mixture.
+        """Combine datasets into one stream.
 
-        parts: for each name a dataset and its weight. Weights count tokens; they need not add up
-            to 1.
+        parts: a dataset and its weight for each name. Weights are relative shares of tokens.
         on_end: what happens when a part ends. "restart" reads it again, forever; "stop" ends the
             epoch for all parts.
         """
@@ -56,7 +54,7 @@ class Mixture:
                 raise ConfigError(f"part {name!r} must be a pair (dataset, weight), not {part!r}")
             if isinstance(part[0], Mixture):
                 raise ConfigError(
-                    f"part {name!r} is a mixture itself: name its parts here, with their weights"
+                    f"part {name!r} is itself a mixture: list its parts here, with their weights"
                 )
         self.parts = dict(parts)
         self.on_end: OnEnd = on_end
@@ -64,12 +62,12 @@ class Mixture:
         self.weights = whole_weights(weights, list(parts))
 
     def as_source(self) -> MixtureSource:
-        """Return what a loader reads: packed rows of ids."""
+        """Return the source of packed rows that a loader reads."""
         return MixtureSource(self)
 
     @property
     def vocab_size(self) -> int | None:
-        """As of the parts, if one knows it."""
+        """The largest vocabulary size of the parts; None if unknown."""
         sizes = [getattr(part, "vocab_size", None) or 0 for part, _ in self.parts.values()]
         return max(sizes) or None
 
@@ -81,7 +79,7 @@ class Mixture:
         raise ConfigError("decode: none of the parts has a tokenizer")
 
     def __repr__(self) -> str:
-        """Return a tree of the parts with their shares and, if known, tokens."""
+        """Return a tree of the parts with their shares and, if known, token counts."""
         lines = [f"Mixture(on_end={self.on_end!r})"]
         width = max(map(len, self.parts))
         for i, (name, (part, _)) in enumerate(self.parts.items()):
@@ -102,7 +100,7 @@ class MixturePacker:
         self._epoch, self.row = start.epoch, start.row
         self._ended = self._is_last(start.epoch - 1)
         self._given = start.row > 0
-        """True if the epoch has had a row."""
+        """True if this epoch has returned a row."""
         self._part_rows = [0] * len(mixed.parts)
         self.failed: Exception | None = None
 
@@ -113,7 +111,7 @@ class MixturePacker:
         return [part.packers[self._index] for part in self._mixed.parts]
 
     def fill(self, n: int) -> int:
-        return 0  # which part the next row comes from is not looked up for this
+        return 0  # the part of the next row is not known yet
 
     @property
     def counts(self) -> Counter[str]:
@@ -146,7 +144,7 @@ class MixturePacker:
         return MixtureMark(self._epoch, self.row, counts, parts, tuple(self._part_rows))
 
     def _end(self, part: int) -> None:
-        """A part has no more rows: it failed, or the epoch ends for all parts."""
+        """Handle a part without further rows: it failed, or the epoch ends for all parts."""
         self.failed = self._packers()[part].failed
         if self.failed is not None:
             return
@@ -155,7 +153,7 @@ class MixturePacker:
                 f"lane {self._lane} of {self._run.lanes} gets no row of part {part} of the mixture"
             )
             return
-        # After the last epoch the position stays at its end, so that a run of more epochs continues.
+        # The position stays at the end of the last epoch, so that a run of more epochs can resume.
         self._ended = self._is_last(self._epoch)
         if not self._ended:
             self._epoch += 1
@@ -173,7 +171,7 @@ class MixtureMark:
     counts: tuple[int, ...]
     parts: tuple[Mark, ...]
     part_rows: tuple[int, ...]
-    """Rows of each part that the lane has given since the pipeline was opened."""
+    """Rows of each part that the lane has returned since the pipeline was opened."""
 
     def __call__(self) -> LanePosition:
         parts = tuple(part() for part in self.parts)
@@ -181,7 +179,7 @@ class MixtureMark:
 
 
 class MixtureLanes(Lanes):
-    """A rank's lanes of a mixture, over the same lanes of its parts."""
+    """The lanes of a mixture on this rank, over the same lanes of its parts."""
 
     def __init__(self, source: MixtureSource, run: RunContext, pool: Pool, work: PartWorks) -> None:
         self.inner = self.parts = list[Lanes]()
@@ -200,7 +198,7 @@ class MixtureLanes(Lanes):
         self.packers: list[MixturePacker] = [MixturePacker(self, i, n, run) for i, n in own_lanes]
 
     def gauges(self) -> dict[str, Any]:
-        """Return those of the part with the most fetches, and sums over the parts."""
+        """Return the gauges of the part with the most fetches, with totals over all parts."""
         every = [gauges for part in self.parts if (gauges := part.gauges())]
         most = max(every, key=lambda gauges: int(gauges.get("fetches", 0)), default={})
         names = ("chunks_ready", "chunks_under_way", "fetches")
@@ -218,18 +216,18 @@ class MixtureSource(RowSource):
         for name, (data, _) in mixture.parts.items():
             source = as_source(data)
             if not isinstance(source, RowSource):
-                raise ConfigError(f"part {name!r} gives samples; a mixture is made of rows of ids")
+                raise ConfigError(f"part {name!r} returns samples, but a mixture needs rows")
             once = isinstance(data, TextIterable) and only_one(data.source)
             if once and mixture.on_end == "stop":
                 raise ConfigError(
-                    f"part {name!r} keeps its own position or can be read once, and with "
-                    "on_end='stop' lanes read it side by side. Pass a function that returns a new one."
+                    f"part {name!r} has a state of its own or can be read only once, but with "
+                    "on_end='stop' each lane reads it separately. Pass a function that returns it."
                 )
             self.parts[name] = source
         parts = self.parts.items()
         lengths = {name: part.seq_len for name, part in parts}
         if len(set(lengths.values())) > 1:
-            raise ConfigError(f"the parts of a mixture need one seq_len, and have {lengths}")
+            raise ConfigError(f"the parts of a mixture need the same seq_len, but have {lengths}")
         ids = {name: about["fingerprint"] for name, part in parts if (about := part.tokenizer_id())}
         if len({str(fingerprint).split("/")[0] for fingerprint in ids.values()}) > 1:
             raise ConfigError(
@@ -240,7 +238,7 @@ class MixtureSource(RowSource):
         for name, part in parts:
             if self.positions and not (part.positions or isinstance(part, RowsSource)):
                 raise ConfigError(
-                    f"positions=True holds for a whole batch: give it to {name!r} too"
+                    f"positions=True applies to whole batches: set it for {name!r} too"
                 )
         self.seq_len = max(lengths.values())
         self.dtype = np.result_type(*(part.dtype for _, part in parts))
@@ -254,11 +252,11 @@ class MixtureSource(RowSource):
         return [listed for part in self.parts.values() for listed in part.listings()]
 
     def check_epochs(self, epochs: int | None) -> None:
-        """Raise if a mixture that never ends was asked for a number of epochs."""
+        """Raise if `epochs` is set for a mixture that never ends."""
         if epochs is not None and self.mixture.on_end == "restart":
             raise ConfigError(
-                f"epochs={epochs}: a mixture whose parts restart has no end. Count steps, or use "
-                "on_end='stop', which ends with the first part that ends."
+                f"epochs={epochs}: a mixture whose parts restart never ends. Count steps, or use "
+                "on_end='stop', which ends the epoch with the first part that ends."
             )
 
     # The state
@@ -267,7 +265,7 @@ class MixtureSource(RowSource):
         return self._of_parts("data_id")
 
     def tokenizer_id(self) -> dict[str, Any]:
-        return self._of_parts("tokenizer_id", without="name")  # names are only for people
+        return self._of_parts("tokenizer_id", without="name")  # the name is informative only
 
     def settings_id(self) -> dict[str, Any]:
         weights = {name: float(weight) for name, (_, weight) in self.mixture.parts.items()}
@@ -308,13 +306,13 @@ class MixtureSource(RowSource):
             )
 
     def reweighted(self, state: State, row: int, changed: Mapping[str, float]) -> State:
-        """Return a state with other weights from `row` on, or from the next round of lanes.
+        """Return a state with new weights from `row` on, rounded up to a multiple of the lanes.
 
-        Later changes that were planned stay; what no lane needs any more goes.
+        Keeps changes planned for later rows. Drops weights that no lane needs any more.
         """
         lanes, positions = state.lanes, state.lane_positions
         row = -(-row // lanes) * lanes
-        # A lane that has ended stays behind the others, under the weights that it ended with.
+        # A lane that has ended stays behind the others and keeps its last weights.
         behind = min([state.row // lanes, *(at.row for at in positions.values())]) * lanes
         first = max(begin for begin, _ in state.weights if begin <= behind)
         kept = [each for each in state.weights if each[0] >= first and each[0] != row]
@@ -329,14 +327,14 @@ class MixtureSource(RowSource):
         )
 
     def extended(self, state: State, fresh: State) -> State:
-        """Return a state of fewer parts as one of these: new parts begin at zero, and the weights of this
-        mixture hold from the next round of lanes on. `fresh` is a new run's state."""
+        """Return a state saved with fewer parts, extended by the added ones. New parts start at zero;
+        the weights of this mixture apply from the next row of all lanes. `fresh`: a new run's state."""
         names, n = list(self.parts), len(state.weights[0][1]) if state.weights else 0
         old = {key.partition(".")[0] for key in state.data}
         if old != set(names[:n]) or len(names) == n:
             raise StateError(
-                f"extend=True: the state has the parts {sorted(old)}. The mixture needs the same ones first, "
-                f"and new ones after them, and has {names}."
+                f"extend=True: the state has the parts {sorted(old)}. The mixture must have the "
+                f"same ones first, then the new ones, but has {names}."
             )
         added = names[n:]
         zeros = (0,) * len(added)
@@ -362,16 +360,16 @@ class MixtureSource(RowSource):
         return self.reweighted(padded, state.row, weights)
 
     def part_rows(self, origin: RowsOrigin) -> dict[str, int]:
-        """Return the rows of each part that a pipeline gave up to a batch."""
+        """Return the rows of each part that a pipeline has returned, up to a batch."""
         rows = zip(*(cast(MixtureMark, mark).part_rows for mark in origin.marks()), strict=True)
         return dict(zip(self.parts, map(sum, rows), strict=True))
 
     # A run
 
     def part_run(self, run: RunContext, i: int) -> RunContext:
-        """Return how a part is run: in its own order, with its share of the memory.
+        """Return the parameters of a part: its own order, and an equal share of the memory.
 
-        Parts keep their last row also if the last batch is dropped: it is within the stream.
+        `drop_last` is off, because the last row of a part lies within the stream.
         """
         own = f"{list(self.parts)[i]}{OF_PART}"
         return replace(

@@ -1,8 +1,8 @@
-"""Remote data: how a dataset is listed, and what a run needs to fetch it.
+"""Remote data: list the files of a dataset, and open the connections of a run.
 
-`RemoteConfig` has the limits, secrets and folders of a dataset: plain values, which travel to worker
-processes. `RemoteSession` is what one run opens: the network, the remote files, the metadata cache.
-`list_remote` lists files while the vocabulary is loaded.
+`RemoteConfig` has the limits, secrets and folders of a dataset, as plain values that can be pickled.
+`RemoteSession` has the network, the remote files and the metadata cache of one run. `list_remote`
+lists files while the tokenizer loads.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
-    """Where remote data is and how to fetch it; where to keep it."""
+    """The limits, credentials and cache folder of a remote dataset."""
 
     limits: RemoteOptions
     folder: Path
-    """Listings, footers and tokens are kept here."""
+    """The cache of listings, Parquet footers and tokens."""
     secrets: Mapping[str, Secret] = field(default_factory=dict)
     cache_bytes: int = 0
-    """Disk space for tokens; 0 for no token cache."""
+    """Disk space of the token cache; 0 disables it."""
 
     def cache(self) -> TokenStore | None:
         """Return the token cache, if there is one."""
@@ -54,7 +54,7 @@ class RemoteConfig:
         return TokenStore(self.folder / "tokens", self.cache_bytes, best_effort=True)
 
     def explain_change(self, fingerprint: str, files: Sequence[FileRef]) -> str | None:
-        """Name the file that changed since an earlier listing, if that listing is kept."""
+        """Return which file changed since an earlier listing, if that listing is still cached."""
         return explain_change(MetadataCache(self.folder), fingerprint, files)
 
 
@@ -69,11 +69,11 @@ class RemoteSession:
 
 
 class OfflineFiles(RemoteFiles):
-    """Remote files while the network must not be used."""
+    """Remote files in offline mode: any read that needs the network raises."""
 
     def read_all(self, ranges: Sequence[tuple[FileRef, int, int]]) -> list[bytearray]:
         if not ranges:
-            return []  # a sequential file: its first block will be asked for by name
+            return []  # a sequential file, whose blocks are requested one by one
         raise RemoteError(
             f"{ranges[0][0].path} is not in this machine's cache, and HF_HUB_OFFLINE is set. Allow "
             "the network, or prepare the corpus beforehand with `penstock prepare`."
@@ -103,7 +103,7 @@ def list_remote(
         else:
             pending = pool.submit(make_listing, listing)
             tokenizer = load()
-            importlib.import_module("penstock.sources.text_files")  # costs nothing meanwhile
+            importlib.import_module("penstock.sources.text_files")  # overlaps listing
             files = pending.result()
     finally:
         session.network.stop()
@@ -114,7 +114,7 @@ def list_remote(
 
 
 def list_on_rank_0(make: Callable[[], Files]) -> Files:
-    """Return on every rank what rank 0 lists."""
+    """List files on rank 0 only, and return them on every rank."""
     data = from_rank_0(lambda: json.dumps([asdict(file) for file in make()]).encode())
     return tuple(
         FileRef(**values | {"members": tuple(Member(*each) for each in values["members"])})

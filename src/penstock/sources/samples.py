@@ -1,9 +1,9 @@
-"""Samples of the user's own: fetch, preprocess, collate.
+"""User-defined samples: fetch, preprocess, collate.
 
 `SampleWork` has pure functions of sample numbers and epochs, for worker threads or processes. Random
-numbers depend on the sample only. `SampleProducer` has batches made ahead. An iterable of samples
-(`IterableSource`) is read in order by one task after the other; every rank reads all of it and keeps
-its own samples. Map-style datasets are in `map_style`.
+numbers depend on seed, epoch and sample. `SampleProducer` keeps batches in progress on the workers.
+`IterableSource` reads an iterable of samples in order, one task at a time; every rank reads all of it
+and keeps its own samples. Map-style datasets are in `map_style`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Preprocess = Callable[..., Any] | None
 Collate = Callable[[list[Any]], Any] | None
 
 PROBE_BYTES = 256 * MiB
-"""If memory is tighter than this, the first batch shows how large batches are before more are made."""
+"""Below this read-ahead limit, the size of the first batch is measured before others start."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """Which samples a batch is made of."""
+    """The samples of a batch."""
 
     numbers: I64
     epochs: I64
     values: Sequence[Any] | None = None
-    """The samples themselves, if they were read already."""
+    """The samples themselves, if already read."""
     after: Any = None
-    """For iterables: the position after them."""
+    """For iterables: the position after these samples."""
 
 
 class SampleWork(Work):
-    """Fetches samples and makes batches or rows of them."""
+    """Fetches samples and collates them; reads rows of ids."""
 
     def __init__(
         self, dataset: Any, preprocess: Preprocess, collate: Collate, run: RunContext
@@ -64,7 +64,7 @@ class SampleWork(Work):
         return type(self._dataset).__name__
 
     def batch(self, samples: Samples) -> tuple[Batch | None, Samples]:
-        """Return a batch, or None of no samples, and which samples it is made of."""
+        """Return a batch and its samples. The batch is None if there are no samples."""
         numbers, epochs, values = samples.numbers, samples.epochs, samples.values
         if not len(numbers):
             return None, samples
@@ -78,11 +78,11 @@ class SampleWork(Work):
             batch = of_value(collate(list(prepared)))
         size = getattr(batch.inputs, "size", None)
         batch.tokens = size if isinstance(size, int) else len(values)
-        batch.epoch = int(epochs.min())  # which every sample has reached
+        batch.epoch = int(epochs.min())  # the epoch that every sample has reached
         return batch, samples
 
     def rows(self, indices: I64) -> Any:
-        """Return rows of ids, of a dataset that reads many at once."""
+        """Return rows of ids from a dataset that reads many at once."""
         with self.clock.stage("fetch", self) as timeline:
             ids = self._dataset.__getitems__(indices)
         timeline.count("fetch", len(ids), ids.nbytes)
@@ -121,7 +121,7 @@ class SampleWork(Work):
 
 @dataclass(frozen=True, slots=True)
 class SamplesOrigin:
-    """Which samples a batch was made of."""
+    """The samples that a batch was made of."""
 
     at: StreamPosition
     numbers: I64
@@ -135,7 +135,7 @@ class SamplesOrigin:
 
 
 class SampleProducer(Producer):
-    """Has batches of samples made ahead, and gives them out in order."""
+    """Submits batches of samples ahead of time, and returns them in order."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class SampleProducer(Producer):
         spans_of: Callable[[int], list[Span]],
         total: int | None = None,
     ) -> None:
-        """`tasks` submits the next batch. `total`: the rows of all ranks, if that is known."""
+        """`tasks` submits a batch per step. `total`: the rows of all ranks, if known."""
         self._run, self._pool, self._tasks = run, pool, tasks
         self._spans_of, self._total = spans_of, total
         self._ahead: deque[Task[tuple[Batch | None, Samples]]] = deque()
@@ -171,7 +171,7 @@ class SampleProducer(Producer):
         return [batch]
 
     def _submit_ahead(self) -> None:
-        """Keep every worker busy, and one batch waiting, within the memory for read-ahead."""
+        """Keep every worker busy and one more batch waiting, within the read-ahead memory."""
         limit, size = self._run.read_ahead_bytes, self._batch_bytes
         while (ahead := len(self._ahead)) <= self._pool.n_workers:
             full = (ahead + 2) * size > limit if size else limit < PROBE_BYTES
@@ -188,20 +188,20 @@ class SampleProducer(Producer):
 
 
 class CollatedSource(Source):
-    """Samples of the user's own, map-style or iterated."""
+    """User-defined samples, map-style or from an iterable."""
 
     def __init__(self, preprocess: Preprocess, collate: Collate, indexed: Any = None) -> None:
-        """`indexed` is what workers fetch samples from, if they do."""
+        """`indexed`: the dataset that workers fetch samples from, if map-style."""
         self._preprocess, self._collate, self._indexed = preprocess, collate, indexed
 
     def work(self, run: RunContext) -> SampleWork:
         return SampleWork(self._indexed, self._preprocess, self._collate, run)
 
     def check_sample(self, sample: Any) -> None:
-        """Raise for a text that nothing tokenizes."""
+        """Raise if samples are texts and nothing would tokenize them."""
         if isinstance(sample, str) and self._preprocess is None and self._collate is None:
             raise ConfigError(
-                "these are texts, which need a tokenizer: "
+                "the samples are texts, which need a tokenizer: "
                 "TextDataset.from_iterable(texts, tokenizer=…, seq_len=…)"
             )
 
@@ -223,7 +223,7 @@ class IterableSource(CollatedSource):
         at = state.source
         if not isinstance(at, dict) or not all(is_count(at.get(key)) for key in ("epoch", "taken")):
             raise StateError(
-                f"invalid state: 'source' must have the iterable's epoch and taken, not {at!r:.80}"
+                f"invalid state: 'source' must have 'epoch' and 'taken', not {at!r:.80}"
             )
 
     def open(self, run: RunContext, pool: Pool, work: Any) -> SampleProducer:
@@ -245,14 +245,14 @@ class IterableSource(CollatedSource):
         def tasks() -> Iterator[Task[Any]]:
             last: Task[Any] | None = None
             while True:
-                # A function runs in this process, also if workers are processes.
+                # A function runs in this process even if workers are processes.
                 last = pool.submit(read, after=last)
                 yield pool.submit("batch", after=last)
 
         return SampleProducer(run, pool, tasks(), partial(span_of, self._name))
 
     def _batches(self, items: ResumableIterator, run: RunContext) -> Iterator[Samples]:
-        """Yield the rank's samples of each batch; none for ever after the end."""
+        """Yield the samples of this rank for each batch; empty ones forever after the end."""
         at, end, world = run.start.source, run.end_epoch, run.shard.mod
         ended = end is not None and at["epoch"] >= end
         if not ended:
@@ -283,7 +283,7 @@ class IterableSource(CollatedSource):
 
 
 def span_of(name: str, number: int) -> list[Span]:
-    """Return where a sample comes from: its number is all that is known."""
+    """Return the origin of a sample of which only the number is known."""
     return [Span(name, None, None, number, (0, 0), (0, 0))]
 
 

@@ -1,9 +1,9 @@
 """Text in files, on disk or remote.
 
-`TextWork` is what workers do: list a file's chunks, fetch, decode and tokenize a chunk. It is pure and
-travels to other processes, where each copy opens its own files. `FileChunks` decides where each
-step runs: fetches on the I/O pool, ahead of the workers, so that no worker blocks on a network.
-Token chunks that were made are written to the token cache by the I/O pool.
+`TextWork` has the steps that workers run: list a file's chunks; fetch, decode and tokenize a chunk.
+It can be pickled, and each copy opens its own files. `FileChunks` decides where each step runs:
+fetches run on the I/O pool, ahead of the workers, so that no worker blocks on the network. The I/O
+pool also writes new token chunks to the token cache.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 FORMAT = 3
-"""Increased when the same text would give other token chunks than before."""
+"""Incremented when the token chunks of the same text change."""
 LOOKED_UP = 1024
-"""Files whose chunks are remembered."""
+"""The number of files whose chunk lists are kept."""
 UNWRITTEN_BYTES = 64 * MiB
-"""Token chunks that may wait to be written to the cache. More ride out a slower disk."""
+"""Limit on token chunks waiting to be written to the cache. Beyond it, chunks are not cached."""
 DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
@@ -74,7 +74,7 @@ class TextWork(Work):
     remote: RemoteConfig | None = None
     clock: Clock = field(default_factory=NullClock)
     store: TokenStore | None = None
-    """Has prepared chunks."""
+    """The store of prepared chunks, if any."""
 
     def __post_init__(self) -> None:
         self.session: RemoteSession | None = None
@@ -90,7 +90,7 @@ class TextWork(Work):
         read, tokenizer = self.read, self.tokenizer
         self._reader = Reader(read, self.n_workers, self.lanes, files, metadata, self.clock)
         self.lane_bytes = self._reader.lane_bytes
-        """Memory for the decompressed parts of compressed files, for each lane."""
+        """Memory for the decompressed parts of compressed files, per lane."""
         self.expansion = tokenizer.expansion
         self.settings = {
             "version": FORMAT,
@@ -103,7 +103,7 @@ class TextWork(Work):
             "filter": None if read.filter is None else str(read.filter),
             "transform": None if read.transform is None else read.transform[0],
         }
-        """The settings that decide the tokens of every chunk."""
+        """The settings that determine the tokens of every chunk."""
         self._stopped = False
         self._identities: dict[str, str] = {}
 
@@ -112,17 +112,17 @@ class TextWork(Work):
         return _in_worker_process, (access_variables(), *made_of)
 
     def prepare(self) -> None:
-        """Load the vocabulary, while the first chunk is fetched."""
+        """Load the vocabulary while the first chunk is fetched."""
         self.tokenizer.engine.prepare()
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
-        """Return a file's chunks, and why it is left out if it cannot be read."""
+        """Return a file's chunks; if it cannot be read, also the reason for skipping it."""
         note = f"in stage fetch, listing the chunks of {file.path}"
         with noted(note), self.clock.stage("fetch", file):
             return self._reader.inspect(file)
 
     def fetch(self, ref: ChunkRef) -> list[Bytes]:
-        """Fetch what is needed to decode a chunk of a remote file."""
+        """Return the bytes that decoding a chunk of a remote file needs."""
         note = f"in stage fetch, reading {ref}"
         with noted(note), self.clock.stage("fetch", ref) as timeline:
             fetched = self._reader.fetch(ref)
@@ -130,7 +130,7 @@ class TextWork(Work):
         return fetched
 
     def encode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> TokenChunk:
-        """Return a chunk's tokens: from the store or the cache, or decoded and tokenized."""
+        """Return a chunk's tokens from the store or the cache, or else decode and tokenize it."""
         if fetched is None and has_version(ref.file):
             for store in (self.store, self.cache):
                 if store is not None and (chunk := self._stored(store, ref)) is not None:
@@ -138,7 +138,7 @@ class TextWork(Work):
         return self.tokenize(ref, self.decode(ref, fetched))
 
     def read_next(self, ref: ChunkRef, before: Documents | TokenChunk | None = None) -> Documents:
-        """Return the documents of a chunk of a sequential file; `before` is the chunk before it."""
+        """Return the documents of a chunk of a sequential file; `before` is the previous chunk."""
         if before is not None and before.last:
             return Documents(empty(pa.large_string()), np.empty(0, np.int64), last=True)
         return self.decode(ref)
@@ -172,17 +172,17 @@ class TextWork(Work):
             documents = self._reader.read(ref, fetched)
             if not any(bad.reason in DAMAGE for bad in documents.bad):
                 return documents
-        except CorruptFile:  # raised again below, if it is still there
+        except CorruptFile:  # raised again below if the damage persists
             pass
-        # Data from the network is fetched a second time before its damage is believed.
+        # Damaged data from the network is fetched once more before it is rejected.
         with self.clock.stage("fetch", ref):
             again = self._reader.fetch(ref, again=True)
         return self._reader.read(ref, again)
 
-    # The token cache, and prepared chunks
+    # The token cache and prepared chunks
 
     def has_stored(self, ref: ChunkRef) -> bool:
-        """Return True if the chunk, or the chunk that it is a part of, is in the store."""
+        """Return True if the store has the chunk, or the whole chunk that it is a part of."""
         return self.store is not None and self.key(self._reader.whole(ref)).name in self._in_store
 
     @cached_property
@@ -204,13 +204,13 @@ class TextWork(Work):
             share = (last - first) / max(1, len(chunk.rows))
             chunk.docs, chunk.rows = chunk.docs[first:last], chunk.rows[first:last]
             chunk.bad = [bad for bad in chunk.bad if lo <= bad.address.row < hi]
-            # The entry has them for the whole chunk.
+            # The entry counts the whole chunk.
             counts = (chunk.empty, chunk.text_bytes, chunk.filtered)
             chunk.empty, chunk.text_bytes, chunk.filtered = (round(n * share) for n in counts)
         return chunk
 
     def key(self, ref: ChunkRef) -> Key:
-        """Return a chunk's key in the cache: everything that decides its tokens."""
+        """Return a chunk's cache key: everything that determines its tokens."""
         file = ref.file
         names = {member.name for member in file.members} or {file.name}
         skip = sorted(([a.group, a.row] for a in self.read.skip if a.file in names), key=str)
@@ -224,7 +224,7 @@ class TextWork(Work):
         return Key(source, ref.index, json.dumps(settings, sort_keys=True))
 
     def caches(self, file: FileRef) -> bool:
-        """Return True if there is a cache, and a change of the file would be noticed."""
+        """Return True if there is a cache and a change of the file can be detected."""
         return self.cache is not None and has_version(file)
 
     def has_cached(self, ref: ChunkRef) -> bool:
@@ -243,12 +243,12 @@ class TextWork(Work):
 
 
 def has_version(file: FileRef) -> bool:
-    """Return False if a change could not be noticed: the server sends neither an ETag nor a date."""
+    """Return False if changes cannot be detected: the server sends neither an ETag nor a date."""
     return not file.remote or all(file.etag.split(",") if file.members else [file.etag])
 
 
 def identity(file: FileRef) -> str:
-    """Return what identifies a file and its content, without the Hub's commit: the ETag is enough."""
+    """Return a string that identifies a file and its content. The ETag replaces the Hub's commit."""
     path, version = file.path, file.etag
     if path.startswith("hf://"):
         before, _, after = path.partition("@")
@@ -258,7 +258,7 @@ def identity(file: FileRef) -> str:
         times = repr([os.stat(path).st_mtime_ns for path in paths])
         version = hashlib.sha256(times.encode()).hexdigest()[:16]
         path = os.path.realpath(path)
-    # The name belongs to it: a document's split depends on the name.
+    # Includes the name, because a document's split depends on it.
     identity = f"{path}\n{file.name}\n{file.size}\n{version}"
     if file.members:
         names = repr([(member.name, member.size) for member in file.members])
@@ -280,9 +280,9 @@ class FileChunks(ChunkReader):
         self._chunk_bytes = dataset.options.chunk_bytes
         self._looked_up: dict[int, Task[tuple[list[ChunkRef], list[Bad]]]] = {}
         self._before: dict[int, Task[Any]] = {}
-        """By lane: the chunk before the next one, if its file can only be read in order."""
+        """By lane: the previous chunk, if its file can only be read in order."""
         self._ahead: WeakValueDictionary[ChunkRef, Task[TokenChunk]] = WeakValueDictionary()
-        """Remote chunks that are read ahead. The next epoch of a small dataset needs them too."""
+        """Remote chunks that were read ahead. The next epoch of a small dataset reuses them."""
         self._quarantine = Quarantine(dataset.quarantine) if dataset.quarantine else None
         self._unwritten: deque[TokenChunk] = deque()
         self._writing = threading.Lock()
@@ -297,7 +297,7 @@ class FileChunks(ChunkReader):
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
             if work.session is not None:
                 work.session.network.threads = self.io
-        if pool.n_workers:  # the vocabulary is loaded while the first chunk is fetched
+        if pool.n_workers:  # load the vocabulary while the first chunk is fetched
             pool.submit("prepare")
 
     def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
@@ -328,9 +328,8 @@ class FileChunks(ChunkReader):
             pool = self.io
         elif not stored and not work.has_cached(ref):
             if file.sequential:
-                # Read after the chunk before it, and tokenized on any worker. As a function: in
-                # this process, also if workers are processes, which could not pass the
-                # decompressor on.
+                # Read after the previous chunk, then tokenized on any worker. A function runs in
+                # this process even if workers are processes, which cannot share a decompressor.
                 before = self._before.get(ref.lane) if position.chunk else None
                 read = self._before[ref.lane] = pool.submit(work.read_next, ref, after=before)
                 return pool.submit("tokenize", ref, after=read)
@@ -344,7 +343,7 @@ class FileChunks(ChunkReader):
         return task
 
     def _made(self, task: Future[TokenChunk]) -> None:
-        """Have a chunk written, whether or not the stream comes to it. Called on any thread."""
+        """Schedule the write of a new chunk to the cache. Called on any thread."""
         if task.cancelled() or task.exception() is not None or (chunk := task.result()).cached:
             return
         with self._writing:
@@ -354,13 +353,13 @@ class FileChunks(ChunkReader):
                 return
             self._unwritten.append(chunk)
         assert self.io is not None
-        with suppress(LoaderClosed):  # then `close` writes it
+        with suppress(LoaderClosed):  # `close` writes it
             self.io.submit(self._write_next)
 
     def _write_next(self) -> None:
         with self._writing:
             chunk = self._unwritten.popleft() if self._unwritten else None
-        if chunk is not None and self._work.cache is not None:  # if it fails, it turns itself off
+        if chunk is not None and self._work.cache is not None:  # a failing cache disables itself
             self._work.cache.put(self._work.key(chunk.ref), chunk)
 
     def rejected(self, bad: Sequence[Bad]) -> None:
@@ -383,7 +382,7 @@ class FileChunks(ChunkReader):
         }
 
     def _estimated_chunks(self) -> int:
-        """Return about how many chunks all files have, from those that were looked up."""
+        """Return an estimate of the number of chunks, from the files that were looked up."""
         known = [len(task.result()[0]) for task in list(self._looked_up.values()) if task.ready()]
         if known:
             return round(sum(known) / len(known) * len(self._files))

@@ -1,6 +1,6 @@
-"""Text that is not in files: a generator, a `datasets` stream, any iterable of documents.
+"""Text from an iterable of documents, such as a generator or a `datasets` stream.
 
-The iterable is read in order by one task after the other; tokenizing is spread over all workers.
+Tasks read the iterable in order, one at a time; all workers tokenize.
 Every rank reads the whole iterable and keeps its own lanes' chunks.
 """
 
@@ -28,11 +28,11 @@ from penstock.types import AUTO, ChunkRef, Documents, FileRef, LanePosition, Tok
 from penstock.watch.stage_timer import Clock
 
 OPTIONS = {"text_field", "packing", "eos", "bos", "positions", "chunk_bytes", "shuffle_chunks"}
-"""The options of text in files that apply here too."""
+"""The options of `TextDataset` that also apply here."""
 
 
 class TextIterable:
-    """An iterable of documents, streamed as packed rows: made by `TextDataset.from_iterable`."""
+    """An iterable of documents, streamed as packed rows. See `TextDataset.from_iterable`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class TextIterable:
         chunk_docs: int = 512,
         **more: Any,
     ) -> None:
-        """See `TextDataset.from_iterable`."""
+        """Take the arguments of `TextDataset.from_iterable`."""
         iterable = callable(source) or hasattr(source, "__iter__")
         if isinstance(source, str | bytes | Mapping) or not iterable:
             raise ConfigError(
@@ -67,12 +67,12 @@ class TextIterable:
         return f"TextIterable({self.name}, seq_len={self.seq_len})"
 
     def as_source(self) -> TextIterableSource:
-        """Return what a loader reads: packed rows of ids."""
+        """Return the source of packed rows that a loader reads."""
         return TextIterableSource(self)
 
     @property
     def vocab_size(self) -> int | None:
-        """As of a TextDataset; None without a tokenizer."""
+        """The tokenizer's vocabulary size; None without a tokenizer."""
         return self.tokenizer.vocab_size if self.tokenizer is not None else None
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -86,7 +86,7 @@ class DocumentReader:
     """Reads the iterable chunk by chunk, for the lanes of one rank. One read runs at a time."""
 
     last: Task[Documents] | None = None
-    """The read that was submitted last."""
+    """The most recently submitted read."""
 
     def __init__(
         self, data: TextIterable, run: RunContext, positions: Mapping[int, LanePosition]
@@ -94,8 +94,8 @@ class DocumentReader:
         self._data, self._run, self._positions = data, run, positions
         self._items = ResumableIterator(data.source, data.name, data.shared)
         self._ready: dict[tuple[int, int], Documents] = {}
-        """Chunks that were read for other lanes of this rank, by epoch and number."""
-        # The lane that is furthest behind decides where to begin.
+        """Chunks read but not yet requested by their lane, by epoch and number."""
+        # Reading starts at the lane that is furthest behind.
         places = {(at.epoch, at.chunk * run.lanes + lane): at for lane, at in positions.items()}
         self._next = epoch, _ = min(places)
         """Epoch and number of the next chunk to read."""
@@ -105,20 +105,20 @@ class DocumentReader:
         self._reading = self._read_chunks()
 
     def read(self, epoch: int, number: int) -> Documents:
-        """Return a chunk of an epoch; an empty last one if the epoch has fewer."""
+        """Return a chunk of an epoch, or an empty last chunk after the end of the epoch."""
         while (epoch, number) not in self._ready:
             if (epoch, number) < self._next:
                 return Documents(empty(pa.large_string()), np.empty(0, np.int64), last=True)
             try:
                 next(self._reading)
-            except Exception as error:  # every later read follows this one, and fails with it
+            except Exception as error:  # later reads depend on this one and fail too
                 place = f"{self._data.name}, document {self._items.taken}"
                 error.add_note(f"in stage fetch, reading {place}")
                 raise
         return self._ready.pop((epoch, number))
 
     def _read_chunks(self) -> Iterator[None]:
-        """Read a chunk at each step, and keep it if a lane of this rank will ask for it."""
+        """Read one chunk per step, and keep it if a lane of this rank needs it."""
         items, data, lanes = self._items, self._data, self._run.lanes
         at = self._start.source or {}
         items.open(self._next[0], int(at.get("taken", 0)), at.get("state"))
@@ -152,7 +152,7 @@ class DocumentReader:
                 items.next_epoch()
 
     def _document(self, item: Any) -> Any:
-        """Return a text, or the bytes of some ids."""
+        """Return a document as text, or as bytes if it is ids."""
         tokenizer, field = self._data.tokenizer, self._data.options.text_field
         if isinstance(item, Mapping):
             if field not in item:
@@ -163,7 +163,7 @@ class DocumentReader:
             return None
         if isinstance(item, str):
             if tokenizer is None:
-                raise SourceError("a document is text, and there is no tokenizer: give tokenizer=…")
+                raise SourceError("a document is text, but there is no tokenizer. Pass tokenizer=…")
             return item
         ids = np.asarray(plain(item))
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
@@ -179,7 +179,7 @@ class DocumentReader:
     def _documents(self, items: list[Any], first: int, last: bool) -> Documents:
         ids = any(isinstance(item, bytes) for item in items)
         if ids and any(isinstance(item, str) for item in items):
-            raise SourceError("texts and arrays of ids in one stream: give one or the other")
+            raise SourceError("the iterable mixes texts and arrays of ids. Use one or the other")
         nothing, kind = (b"", pa.large_binary()) if ids else ("", pa.large_string())
         try:
             texts = pa.array([item or nothing for item in items], kind)
@@ -190,7 +190,7 @@ class DocumentReader:
 
 
 class IterableWork(Work):
-    """What workers do with documents that were read."""
+    """Tokenizes the documents of a chunk on a worker."""
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Clock) -> None:
         self.clock, self._tokenizer = clock, tokenizer
@@ -222,13 +222,13 @@ class IterableChunks(ChunkReader):
             with self._run.clock.stage("fetch", ref):
                 return reader.read(position.epoch, ref.index)
 
-        # One read after the other, in whatever order lanes ask: a read keeps chunks of other lanes.
-        # A function runs in this process, also if workers are processes.
+        # Reads run one after another, in any order of lanes; a read keeps the chunks of other lanes.
+        # A function runs in this process even if workers are processes.
         reader.last = self._pool.submit(read, after=reader.last)
         return self._pool.submit("tokenize", ref, after=reader.last)
 
     def reopen(self, lane: int, epoch: int) -> None:
-        # A reader of its own: the other lanes may still be in the epoch before.
+        # A separate reader, because other lanes may still be in the previous epoch.
         start = {lane: LanePosition(epoch=epoch)}
         self._readers[lane] = DocumentReader(self._data, self._run, start)
 

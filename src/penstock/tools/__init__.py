@@ -1,4 +1,4 @@
-"""Tools for before a training run, on the public API of the loader.
+"""Tools to run before training, on the public API of the loader.
 
-Each module is what the command of its name does: bootstrap, doctor, smoke, verify_resume.
+Each module implements the command of its name: bootstrap, doctor, smoke, verify_resume.
 """

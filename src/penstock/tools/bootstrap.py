@@ -1,8 +1,8 @@
-"""Write the first bytes of a source's text to a local JSONL file, from which a run can start at once.
+"""Write the first bytes of a source's text to a local JSONL file, so that a run can start at once.
 
-While it is written, the file is called PATH.partial. PATH.progress.json holds the number of bytes
-that are safely on disk and the document that comes next. After a kill the partial file is cut to
-that length, and continued: the result is byte for byte that of an uninterrupted run.
+While it is being written, the file is called PATH.partial. PATH.progress.json holds the number of
+bytes that are safely on disk, and the next document. After a kill, the next call truncates the
+partial file to that length and continues: the result is byte-identical to an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 VERSION = 3
 COMMIT_BYTES, COMMIT_S = 4 * MiB, 1.0
-"""Progress is saved after this many bytes or seconds: what a kill costs at most."""
+"""Progress is saved after this many bytes or seconds, which bounds the cost of a kill."""
 AHEAD_BYTES = 256 * MiB
-"""Memory for what is read ahead."""
+"""Memory limit of read-ahead."""
 
 
 class Progress(NamedTuple):
-    """How far a bootstrap is."""
+    """The progress of a bootstrap."""
 
     bytes: int
     goal: int
     began: int
-    """Bytes that existed when this run began."""
+    """Bytes that existed before this run."""
     file: str
-    """The file that is read; at the end, the file that is written."""
+    """The file being read; at the end, the written file."""
     seconds: float
 
     def as_text(self) -> str:
-        """Return one line: what is done, how fast, and the time left."""
+        """Return a line with the progress, the rate and the time left."""
         speed = (self.bytes - self.began) / max(1e-9, self.seconds)
         left = seconds((self.goal - self.bytes) / max(1.0, speed))
         done = f"{size(self.bytes)} of {size(self.goal)}, {size(int(speed))}/s"
@@ -74,12 +74,12 @@ class Bootstrapped:
     bad: Mapping[str, int]
     """Records that this call skipped, by reason."""
     already: bool
-    """The file was complete before."""
+    """True if the file was already complete."""
     exhausted: bool
-    """The source has no more text."""
+    """True if the source has no more text."""
 
     def as_text(self) -> str:
-        """Return one line for people."""
+        """Return a readable line."""
         text = f"{self.path}: {size(self.bytes)} in {self.documents} documents"
         text += ", complete already" if self.already else ""
         text += "; the source has no more" if self.exhausted else ""
@@ -89,18 +89,18 @@ class Bootstrapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What is safely on disk, and which document comes next."""
+    """The bytes that are safely on disk, and the next document."""
 
     source: dict[str, Any]
     goal: int
     file: int = 0
     chunk: int = 0
     document: int = 0
-    """The next document, in a chunk of a file, each by its number."""
+    """The numbers of the next document's file, chunk and position in the chunk."""
     bytes: int = 0
     documents: int = 0
     exhausted: bool = False
-    """There is no next document."""
+    """True if there is no next document."""
 
     def is_enough(self, goal: int) -> bool:
         return goal <= self.goal or self.exhausted
@@ -116,10 +116,10 @@ def bootstrap(
     refresh: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Bootstrapped:
-    """Write documents in the order of the source, as many as fit into `max_bytes` bytes.
+    """Write documents in the order of the source, as many as fit into `max_bytes`.
 
-    Called again after a kill, it continues. `refresh`: extend a finished file; until that is done,
-    others read the old one.
+    A call after a kill continues. `refresh`: extend a finished file; until that is done, readers
+    see the old one.
     """
     check_name(out)
     goal = whole_number("max_bytes", max_bytes, 1)
@@ -135,7 +135,7 @@ def bootstrap(
         if point is not None:
             _check_goal(path, point, goal, finished, refresh)
         already = point is not None and finished and point.is_enough(goal)
-        # Saved addresses have no secrets. One with a secret is looked up: it may expire, or change.
+        # Saved addresses omit secrets, so an address with a secret is always listed again.
         if point is None or not already or not asked.items() <= point.source.items():
             data = TextDataset(
                 urls, tokenizer="byte", seq_len=1, eos=None, text_field=text_field,
@@ -153,7 +153,7 @@ def bootstrap(
 
 
 def check_name(out: str | os.PathLike[str]) -> None:
-    """Raise ConfigError unless a file of this name can be written."""
+    """Raise ConfigError if a file of this name cannot be written."""
     if Path(out).suffix != ".jsonl":
         raise ConfigError(f"{os.fspath(out)}: needs a name that ends in .jsonl")
     if os.path.isdir(out):
@@ -169,7 +169,7 @@ def _beside(path: Path, ending: str) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Refuse two writers of one file. The lock ends with its process, however that ends."""
+    """Raise if another process writes the file. The lock is released when its process exits."""
     with open(_beside(path, "lock"), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,7 +181,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _load(path: Path) -> tuple[Point | None, bool]:
-    """Return the saved progress, if any, and whether it describes a finished file."""
+    """Return the saved progress, if any, and True if the file is finished."""
     saved, partial = _beside(path, "progress.json"), _beside(path, "partial")
     if not path.exists() and not partial.exists():
         return None, False
@@ -192,7 +192,7 @@ def _load(path: Path) -> tuple[Point | None, bool]:
         point = Point(**fields)
     except FileNotFoundError:
         if not path.exists():
-            return None, False  # killed before the first progress was saved
+            return None, False  # killed before progress was first saved
         raise ConfigError(
             f"{path} exists, and bootstrap did not write it. Move it, or name another file."
         ) from None
@@ -220,10 +220,10 @@ def _start_again(path: Path) -> str:
 
 @contextmanager
 def _open_partial(path: Path, point: Point) -> Iterator[BinaryIO]:
-    """Open the partial file at the end of what is safe: of an earlier run, or of the finished file."""
+    """Open the partial file after its last safe byte. Copy a finished file that is extended."""
     partial = _beside(path, "partial")
     if path.exists() and not partial.exists():
-        # The finished file stays as it is: a reader must not see half a line.
+        # The finished file is not modified, because a reader must not see half a line.
         copy = _beside(path, "copy")
         shutil.copyfile(path, copy)
         with open(copy, "r+b") as file:
@@ -238,13 +238,13 @@ def _open_partial(path: Path, point: Point) -> Iterator[BinaryIO]:
 
 
 def _absolute(url: str) -> str:
-    """Return an address that means the same in another working directory."""
+    """Return an address that does not depend on the working directory."""
     is_name = "://" in url or (url.isidentifier() and not os.path.lexists(url))
     return url if is_name else os.path.abspath(url)
 
 
 def _identify(data: TextDataset, addresses: list[str]) -> dict[str, Any]:
-    """Return what identifies the source, without secrets. Other data must not continue the file."""
+    """Return the identity of the source, without secrets. Other data must not extend the file."""
     times = [os.stat(file.path).st_mtime_ns for file in each(data.files) if not file.remote]
     read = data.read
     return {
@@ -264,7 +264,7 @@ def _check_goal(path: Path, point: Point, goal: int, finished: bool, refresh: bo
         why = f"has {point.bytes} bytes already."
     else:
         return
-    raise ConfigError(f"{goal} bytes are asked for, but {path} {why} {_start_again(path)}")
+    raise ConfigError(f"{goal} bytes are requested, but {path} {why} {_start_again(path)}")
 
 
 def _check_source(path: Path, point: Point, now: dict[str, Any], data: TextDataset) -> None:
@@ -277,7 +277,7 @@ def _check_source(path: Path, point: Point, now: dict[str, Any], data: TextDatas
         if data.remote_config is not None:
             why = data.remote_config.explain_change(then["files"], data.files)
         raise SourceError(
-            f"the data is not what {path} was begun with: {why or ', '.join(changes)}. Use the same "
+            f"{path} was begun with other data: {why or ', '.join(changes)}. Use the same "
             f"data, {then['first']} and the files after it. {_start_again(path)}"
         )
 
@@ -288,7 +288,7 @@ def _check_source(path: Path, point: Point, now: dict[str, Any], data: TextDatas
 def _write(
     path: Path, point: Point, data: TextDataset, progress: Callable[[Progress], None] | None
 ) -> tuple[Point, Mapping[str, int]]:
-    """Write what is missing, and put the file into its place. Return the bad records, too."""
+    """Write the missing documents and move the file into place. Also return the bad records."""
     loader = AsyncDataLoader(data, 1, shuffle=False, epochs=1, lanes=1, shard=Shard(1, 0))
     source, run = loader.inspect()
     assert isinstance(source, TextSource)
@@ -300,7 +300,7 @@ def _write(
         with _open_partial(path, point) as file, _open_lanes(source, run) as lanes:
             _save(path, point)
             while not (full or point.exhausted):
-                # No more is read ahead than is still wanted.
+                # Never read ahead more than is still needed.
                 lanes.read_ahead_bytes = min(AHEAD_BYTES, point.goal - point.bytes)
                 lanes.submit_ahead()
                 chunk = lanes.lanes[0].next_chunk()
@@ -321,9 +321,9 @@ def _write(
                     progress(Progress(point.bytes, point.goal, began, name, elapsed_s))
             bad = lanes.bad()
     except BaseException as error:
-        # Also with 0 bytes: the error of a write to a full disk does not name the file.
+        # Even with 0 bytes, because the error of a full disk does not name the file.
         partial = _beside(path, "partial")
-        error.add_note(f"{saved.bytes} bytes are safe in {partial}; the same call continues")
+        error.add_note(f"{saved.bytes} bytes are safe in {partial}; repeat the call to continue")
         raise
     if not point.documents:
         if full:
@@ -334,7 +334,7 @@ def _write(
 
 
 def _fit(point: Point, chunk: TokenChunk, data: TextDataset) -> tuple[bytes, bool, Point]:
-    """Return the lines of a chunk that fit, True if one did not, and the point after them."""
+    """Return the lines of a chunk that fit, True if one did not fit, and the point after them."""
     while data.files[point.file] != chunk.ref.file:
         point = replace(point, file=point.file + 1, chunk=0, document=0)
     encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -345,7 +345,7 @@ def _fit(point: Point, chunk: TokenChunk, data: TextDataset) -> tuple[bytes, boo
     for number in range(point.document, len(documents)):
         if not documents[number]:
             continue
-        # The id of a byte is the byte.
+        # Each id is the byte itself.
         ids = np.frombuffer(documents[number], data.tokenizer.dtype)
         text = ids.astype(np.uint8).tobytes().decode()
         line = (encode({"text": text}) + "\n").encode()
@@ -360,7 +360,7 @@ def _fit(point: Point, chunk: TokenChunk, data: TextDataset) -> tuple[bytes, boo
 
 @contextmanager
 def _open_lanes(source: TextSource, run: RunContext) -> Iterator[ChunkLanes]:
-    """Start workers and open the lane of a run. Both are stopped and closed at the end."""
+    """Start workers and open the lane of a run; stop and close them at the end."""
     work = source.work(run)
     pool = make_pool(run.n_workers, work, workers=run.workers, cpus=None, clock=run.clock)
     opened: list[Counted | TextWork] = [work]

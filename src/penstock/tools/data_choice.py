@@ -1,7 +1,7 @@
-"""Resolve the data that a command names, and the loader's settings, before anything is opened.
+"""Resolve the data that a command names, and the loader's settings, before opening anything.
 
-The data is a short name, an address or a path, or else what a settings file describes. Values
-given on the command line override those of the file.
+The data is a short name, an address or a path, or else the [data] of a settings file. Values on the
+command line override those of the file.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from penstock.settings import DatasetConfig, Settings, load, merge_text
 from penstock.types import Shard, shown_address
 
 LOCAL = "fineweb_edu_local"
-"""The name for FineWeb-Edu from a file that `penstock bootstrap` wrote."""
+"""The name of FineWeb-Edu in a file written by `penstock bootstrap`."""
 ENTRIES = "entries.arrow"
-"""The file that tells a prepared corpus from a folder of text."""
+"""The file that distinguishes a prepared corpus from a folder of text."""
 SETTINGS_FILES = (".toml", ".json", ".jsonc")
 
 
 @options
 class SettingsOptions:
-    """Settings of the loader that a command line gives."""
+    """Settings of the loader on the command line."""
 
     _: KW_ONLY
     preset: str | None = option(default=None, help="Workers and prefetch by name.")
@@ -44,7 +44,7 @@ class SettingsOptions:
         return {key.strip(): value for key, _, value in pairs}
 
     def load(self, file: Path | None, **own: int | None) -> Settings:
-        """Read the settings. `own`: those that have an option of their own."""
+        """Read the settings. `own`: those with a separate option."""
         settings = self.overrides()
         for name, value in own.items():
             if value is not None and settings.setdefault(name, str(value)) != str(value):
@@ -59,9 +59,9 @@ class DataOptions(SettingsOptions):
     """Data, and how to load it.
 
     tokenizer: byte, gpt2, a file or a Hub name. Defaults to byte.
-    seq_len: Tokens in a row. Defaults to 1024.
+    seq_len: Tokens per row. Defaults to 1024.
     text_field: Column or field with the text. Defaults to text.
-    batch: Rows in a batch.
+    batch: Rows per batch.
     """
 
     _: KW_ONLY
@@ -72,12 +72,12 @@ class DataOptions(SettingsOptions):
 
 
 class DataChoice(NamedTuple):
-    """A dataset that can be made, and how to load it."""
+    """A dataset to create, and how to load it."""
 
     name: str
     """The name for messages, without secrets."""
     make: Callable[[], Any]
-    """Makes the dataset: lists files and loads the vocabulary."""
+    """Creates the dataset: lists files and loads the vocabulary."""
     arguments: Mapping[str, Any]
     """Keyword arguments of `AsyncDataLoader`, for a single rank."""
 
@@ -95,8 +95,8 @@ def choose_data(
 ) -> DataChoice:
     """Choose the data by name, else the data of the settings file, else `default`.
 
-    dataset: may be a settings file too. local_path: the file for `fineweb_edu_local`. batch_size:
-    used if none is set. token_cache: False turns the cache of tokens off. own: settings.
+    dataset: may also be a settings file. local_path: the file for `fineweb_edu_local`. batch_size:
+    used if none is set. token_cache: False disables the token cache. own: settings.
     """
     if dataset and dataset.lower().endswith(SETTINGS_FILES) and "://" not in dataset:
         settings_file, dataset = Path(dataset), None
@@ -125,7 +125,7 @@ def choose_data(
 
 
 def text_path(name: str, local_path: Path | None) -> str | Path:
-    """Return the address of the text that a name stands for. Writes the text of `stdlib` once."""
+    """Return the path or address of a named text. Writes the text of `stdlib` once."""
     if local_path is not None:
         return local_path
     if name == "stdlib" and not os.path.exists(name):
@@ -136,7 +136,7 @@ def text_path(name: str, local_path: Path | None) -> str | Path:
 
 
 def _override(data: DatasetConfig, given: Mapping[str, Any]) -> DatasetConfig:
-    """Replace parameters of a file's data by those of the command line."""
+    """Override parameters of a file's data with those of the command line."""
     for name in given:
         if data.kind == "mixture" or (data.kind != "text" and name != "seq_len"):
             raise ConfigError(
@@ -149,7 +149,7 @@ def _override(data: DatasetConfig, given: Mapping[str, Any]) -> DatasetConfig:
 
 
 def _make(name: str, local_path: Path | None, parameters: dict[str, Any]) -> Any:
-    """Make the dataset that a name stands for. A file of that name takes precedence."""
+    """Create the named dataset. A file of that name takes precedence."""
     if name == "synthetic" and not os.path.exists(name):
         from penstock.encode.tokenizer import load_tokenizer
         from penstock.read.token_files import SyntheticDataset

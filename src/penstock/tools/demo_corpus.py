@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the interpreter's own library and documentation.
+"""Real text that every machine has: Python's standard library and documentation.
 
 Written to the cache as a Parquet file on first use, which takes a few seconds.
 """
@@ -40,7 +40,7 @@ def documents() -> Iterator[tuple[str, str]]:
 
 
 def write_stdlib(folder: Path | None = None) -> Path:
-    """Return the Parquet file with these documents; write it if it does not exist."""
+    """Return the Parquet file with these documents. Write it on first use."""
     folder = folder or cache_dir() / "stdlib"
     path = folder / f"python-{platform.python_version()}.parquet"
     if path.exists():

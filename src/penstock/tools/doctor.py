@@ -1,7 +1,7 @@
-"""Run the real loader for some seconds as fast as it goes, and report if that is fast enough.
+"""Run the loader for some seconds at full speed, and report if that is fast enough.
 
-Everything is read from the loader's statistics: the rate, what each stage did meanwhile, and which
-stage the batches waited for. The run ends about `seconds` after the first batch.
+All figures come from the loader's statistics: the rate, the work of each stage, and the stage that
+batches waited for. The run ends about `seconds` after the first batch.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ OPEN_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRate:
-    """What a stage did while the loader ran."""
+    """The activity of a stage during the run."""
 
     busy_threads: float
-    """Threads that were busy with it, on average."""
+    """The average number of threads busy with it."""
     bytes_per_s: float
-    """Bytes that passed through it; 0 for stages that do not count bytes."""
+    """Bytes processed per second; 0 for stages that do not count bytes."""
     one_thread_tokens_per_s: float
-    """Tokens per second that one thread could do if it did nothing else."""
+    """Tokens per second of one thread that does nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The rate that the loader reached, what limits it, and if it is enough."""
+    """The measured rate of the loader, its bottleneck, and if it is enough."""
 
     data: str
     tokens_per_s: float
@@ -51,7 +51,7 @@ class Diagnosis:
     first_batch_s: float
     stages: Mapping[str, StageRate]
     slowest: str
-    """The stage that batches waited for most."""
+    """The stage that batches waited for the longest."""
     advice: str
     """What to change to go faster."""
     queue_bytes: int
@@ -63,7 +63,7 @@ class Diagnosis:
 
     @property
     def data_wait(self) -> float | None:
-        """Share of its time that a trainer at the target rate would wait."""
+        """The share of time that a trainer at the target rate would wait."""
         if self.target_tokens_per_s is None:
             return None
         return max(0.0, 1 - self.tokens_per_s / self.target_tokens_per_s)
@@ -90,12 +90,12 @@ class Diagnosis:
         return f"no: {needed}: data wait {100 * self.data_wait:.0f} %, {band(self.data_wait)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return plain values for JSON."""
         computed = ("answer", "data_wait", "enough", "exit_code")
         return asdict(self) | {name: getattr(self, name) for name in computed}
 
     def as_text(self) -> str:
-        """Return the answer, a table of stages, and what to change."""
+        """Return the answer, a table of stages, and advice."""
         lines = [
             self.answer,
             f"data         {self.data}",
@@ -126,8 +126,8 @@ def diagnose(
     """Run a loader on the dataset for `seconds` after its first batch.
 
     tokens_per_second: the rate that the trainer needs. trace: a file to write a Perfetto trace
-    of the run to. arguments: of `AsyncDataLoader`. Text is repeated if it is shorter than the run.
-    Raises `LoaderTimeout` if the first batch takes longer than 30 s.
+    of the run to. arguments: of `AsyncDataLoader`. Text that is shorter than the run is repeated.
+    Raise `LoaderTimeout` if the first batch takes longer than 30 s.
     """
     for name, value in (("seconds", seconds), ("tokens_per_second", tokens_per_second)):
         if value is not None and not 0 < value < math.inf:
@@ -160,7 +160,7 @@ def diagnose(
 
 
 class _Run(NamedTuple):
-    """Measurements of one run. `before` is after the first batch, `after` at the end."""
+    """Measurements of one run. `before`: after the first batch. `after`: at the end."""
 
     tokens_per_s: float
     first_batch_s: float
@@ -170,12 +170,12 @@ class _Run(NamedTuple):
 
 
 def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
-    """Take batches as fast as they come, for `seconds` after the first one."""
+    """Take batches at full speed, for `seconds` after the first one."""
     begun = perf_counter()
     with loader:
         first = loader.next_batch(OPEN_S)
         if first is None:
-            raise SourceError("the data gives no batch: use a smaller batch_size or seq_len")
+            raise SourceError("the data has no full batch: use a smaller batch_size or seq_len")
         before, start = loader.stats(), perf_counter()
         now, tokens, longest, arrival = start, 0, 0.0, (start, 0)
         while (left := start + seconds - now) > 0:
@@ -188,8 +188,8 @@ def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
             if batch is None:
                 break
             tokens += batch.tokens
-            # A chunk gives many batches at once. Measure from the arrival of one chunk to that of
-            # another: otherwise a short run of slow data counts a chunk too many.
+            # A chunk gives many batches at once. Measure between the arrivals of two chunks:
+            # otherwise a short run of slow data counts one chunk too many.
             if now - asked >= longest / 2:
                 longest, arrival = max(longest, now - asked), (now, tokens)
         elapsed, after = now - start, loader.stats()
@@ -203,7 +203,7 @@ def _run(loader: AsyncDataLoader, seconds: float) -> _Run:
 
 
 def _stages(run: _Run) -> dict[str, StageRate]:
-    """Return the stages that did anything."""
+    """Return the stages that were busy."""
     tokens, rates = run.after.tokens - run.before.tokens, {}
     for stage, after in run.after.stages.items():
         before = run.before.stages[stage]

@@ -1,8 +1,8 @@
-"""Get one batch the way a training run does, within a time limit.
+"""Fetch one batch the way a training run does, within a time limit.
 
-Everything (listing, vocabulary, workers, queue, first batch) runs on a background thread, because
-a listing or a batch without prefetch takes as long as a server takes. Work that is still running
-when the time is over ends with the program.
+Everything (listing, vocabulary, workers, queue, first batch) runs on a background thread, because a
+listing or a batch without prefetch may wait for a server without limit. Work that is still running
+after the time limit ends with the program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.tools.data_choice import DataChoice
 
 
 def smoke(choice: DataChoice, timeout_s: float) -> str:
-    """Return a report on the first batch, or raise within about `timeout_s` why there is none."""
+    """Return a report on the first batch. Raise within about `timeout_s` if there is none."""
     started: list[AsyncDataLoader] = []
     task = BackgroundOpen(lambda: _first_batch(choice, timeout_s, started))
     try:
@@ -41,7 +41,7 @@ def _first_batch(choice: DataChoice, timeout_s: float, started: list[AsyncDataLo
     dataset = choice.make()
     with AsyncDataLoader(dataset, **arguments) as loader:
         started.append(loader)
-        # Half of the time at most: only `next_batch` can report what it waits for.
+        # At most half of the time, because only `next_batch` can report what it waits for.
         left_s = max(0.0, opened + timeout_s - perf_counter())
         warmup = loader.warmup(wanted, min(warmup_s, left_s / 2))
         batch = loader.next_batch()

@@ -1,12 +1,12 @@
-"""Verify on a run's own data that its stream resumes exactly.
+"""Verify on the data of a run that its stream resumes exactly.
 
     reference    one rank, from the beginning, with the settings of the run
     fresh        the same with 0, 1 and n workers, and on every world size that divides the lanes
-    resume       from a point to the end; from the state at a later point again to the end
+    resume       from a point to the end; or to a later point, and resumed there again
     elastic      started on one world size, resumed on another, and resumed on a third
 
-Every trial makes its dataset again, as a restart does, and every state passes through JSON. Ranks
-are simulated in this process, one after the other.
+Every trial creates its dataset again, as a restart does, and every state is converted to JSON and
+back. Ranks are simulated in this process, one at a time.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from penstock.read.validation import where
 from penstock.types import Shard, Span
 
 LANES = 4
-"""Used if the settings name none: allows 1, 2 and 4 ranks."""
+"""The default, which allows 1, 2 and 4 ranks."""
 
 Make = Callable[[], Any]
 Arguments = Mapping[str, Any]
 Say = Callable[[str], None]
 Row = tuple[bytes, str]
-"""The digest of a row's inputs and targets, and where the row comes from."""
+"""The digest of a row's inputs and targets, and the origin of the row."""
 END: Row = (b"", "the end of the stream")
 
 
 class Leg(NamedTuple):
-    """A part of a trial: a number of ranks and workers, until a batch."""
+    """A part of a trial: runs to a batch with a number of ranks and workers."""
 
     until: int
     ranks: int
@@ -50,21 +50,21 @@ class Reference(NamedTuple):
     """The stream that every trial is compared with."""
 
     arguments: Arguments
-    """Of the loader, with the lanes and the rows of a batch of all ranks."""
+    """The arguments of the loader, with the lanes and the global batch size."""
     batches: Sequence[Sequence[Row]]
     states: Sequence[Any]
     """The state after each batch."""
     ended: bool
 
     def even(self) -> int:
-        """Count the batches before a lane ends: later rows depend on the number of ranks."""
+        """Return the number of batches before a lane ends. Later rows depend on the world size."""
         size = self.arguments["batch_size"]
         pairs = enumerate(zip(self.batches, self.states, strict=True), 1)
         full = (len(rows) == size and state["row"] == n * size for n, (rows, state) in pairs)
         return sum(takewhile(bool, full))
 
     def world_sizes(self) -> list[int]:
-        """Return the numbers of ranks that the lanes allow."""
+        """Return the world sizes that divide the lanes."""
         lanes = self.arguments["lanes"]
         return [n for n in range(1, lanes + 1) if lanes % n == 0]
 
@@ -74,8 +74,8 @@ def verify_resume(
 ) -> bool:
     """Return True if every trial gives the stream of the reference.
 
-    make: makes the dataset. arguments: of `AsyncDataLoader`. batches: how many to compare.
-    points: how many places to resume at, chosen by `seed`. say: called with each line of the report.
+    make: creates the dataset. arguments: of `AsyncDataLoader`. batches: the number to compare.
+    points: the number of places to resume at, chosen by `seed`. say: receives the report by line.
     """
     arguments = {**arguments, "device": None, "warmup_batches": 0}
     if arguments.get("n_workers") is None:
@@ -121,7 +121,7 @@ def _read_reference(make: Make, arguments: Arguments, batches: int) -> Reference
             states.append(_through_json(loader.state_dict()))
     if len(rows) < 2:
         raise SourceError(
-            f"the data gives {len(rows)} of the batches of {size} rows, and resuming needs two. "
+            f"the data gives {len(rows)} of the batches of {size} rows, but a resume needs two. "
             "Use a smaller --batch or --seq-len, or fewer --lanes."
         )
     return Reference(arguments, rows, states, ended=batch is None)
@@ -130,7 +130,7 @@ def _read_reference(make: Make, arguments: Arguments, batches: int) -> Reference
 def _trials(
     reference: Reference, points: Sequence[int], random: Random
 ) -> Iterator[tuple[str, int, list[Leg]]]:
-    """Yield name, first batch and legs of each trial."""
+    """Yield the name, first batch and legs of each trial."""
     n_workers = reference.arguments["n_workers"]
     end, even, worlds = len(reference.batches), reference.even(), reference.world_sizes()
     workers = (0, 1, max(2, n_workers))
@@ -157,7 +157,7 @@ def _trials(
 
 
 def _try(reference: Reference, dataset: Any, start: int, legs: Sequence[Leg]) -> str:
-    """Run legs in turn, each from the states of the one before. Return the first difference."""
+    """Run legs in order, each from the states of the previous one. Return the first difference."""
     states: Any = [reference.states[start - 1]] if start else None
     for leg in legs:
         found, ended = [], []
@@ -181,7 +181,7 @@ def _differences(
 ) -> list[tuple[int, int, str]]:
     """Return batch, row and description of the first difference of a rank's batches."""
     shard, stop = Shard(leg.ranks, rank), leg.until
-    # One more, to see that a stream that ended ends again.
+    # One more, to check that the stream ends where it did before.
     stop += reference.ended and leg.ranks == 1 and stop == len(reference.batches)
     for number in range(start, stop):
         batch = loader.next_batch()
@@ -205,7 +205,7 @@ def _rows(batch: Batch) -> list[Row]:
 
 
 def _origin(spans: Sequence[Span]) -> str:
-    """Describe where a row comes from: its first document, and how many follow."""
+    """Describe the origin of a row: its first document, and the number of others."""
     if not spans:
         return "padding only"
     first, more = spans[0], f" and {len(spans) - 1} more" if len(spans) > 1 else ""

@@ -1,4 +1,4 @@
 """A complete trainer on the public API: model, loop, checkpoints, DDP and FSDP, prewarm.
 
-It is the example for trainers of your own, and what `penstock train` runs.
+It implements `penstock train`, and is an example for your own trainer.
 """

@@ -1,12 +1,12 @@
-"""Checkpoints of a run: written by torch.distributed.checkpoint (DCP), complete or not there.
+"""Checkpoints of a run, written atomically by torch.distributed.checkpoint (DCP).
 
     step-00000100/   .metadata, __0_0.distcp, …    model, optimizer and schedule, by DCP
                      rank-0.json, rank-1.json, …   each rank's data position and random numbers
                      meta.json                     step, settings, and the sizes of all other files
 
 A checkpoint is written under a hidden name, flushed and renamed. It loads on any number of ranks, and
-from any of one process, DDP and FSDP2 into any other. DCP stores pickles: load only trusted files.
-Finding a checkpoint needs no torch, so that the data can be opened before torch is imported.
+between one process, DDP and FSDP2. DCP stores pickles: load only trusted files. Finding a
+checkpoint does not import torch, so that the data can be opened first.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Saved:
     step: int
     saved_at: float
     settings: dict[str, Any]
-    """What the model must have in common with it."""
+    """The settings that a model must match."""
     ranks: list[dict[str, Any]]
-    """What each rank saved."""
+    """The values saved by each rank."""
 
 
 def read(folder: Path) -> Saved:
-    """Return a checkpoint, or raise StateError if it is not complete."""
+    """Return a checkpoint. Raise StateError if it is not complete."""
     try:
         meta = json.loads((folder / META).read_bytes())
         if meta["version"] != VERSION:
@@ -74,14 +74,14 @@ def read(folder: Path) -> Saved:
 
 
 def newest(folder: Path) -> Saved | None:
-    """Return the complete checkpoint that was saved last, or None if the folder has none at all.
+    """Return the complete checkpoint that was saved last, or None if there are no checkpoints.
 
-    Saved last, not furthest: a run may have gone back to an earlier step.
+    The last saved may not have the highest step, because a run may resume from an earlier one.
     """
     found = _complete(folder)
     if not found and any(folder.glob("step-*")):
         raise StateError(
-            f"{folder} has checkpoints, but none is complete; the log says why. Start without "
+            f"{folder} has checkpoints, but none is complete; see the log. Start without "
             "--resume to move them aside and begin again."
         )
     return found[-1] if found else None
@@ -117,7 +117,7 @@ def _free_name(path: Path, suffix: str = "") -> Path:
 
 
 class Checkpoints:
-    """Saves and loads a run's checkpoints. All ranks call its methods at the same step."""
+    """Saves and loads a run's checkpoints. All ranks must call its methods at the same step."""
 
     def __init__(
         self, folder: Path, ranks: Ranks, keep: int, model: Any, optimizer: Any, scheduler: Any
@@ -181,18 +181,18 @@ class Checkpoints:
         self._together(read_tensors, failed)
 
     def _state(self) -> dict[str, Any]:
-        """Return all tensors under names that do not depend on how the model is wrapped."""
+        """Return all tensors under names that do not depend on DDP and FSDP."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler.state_dict()}
 
     def _begin(self, step: int) -> str:
-        """Make a hidden folder for a new checkpoint and remove what killed saves left."""
+        """Create a hidden folder for a new checkpoint. Remove those of killed saves."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for leftover in self._folder.glob(".step-*"):
             shutil.rmtree(leftover)
-        # A step that is saved again, after a resume further back, does not replace the older one.
+        # A step that is saved again after a resume does not replace the earlier checkpoint.
         name = _free_name(self._folder / f"step-{step:08d}").name
         (self._folder / f".{name}").mkdir()
         return name
@@ -211,18 +211,18 @@ class Checkpoints:
         _sync(self._folder)
         for old in _complete(self._folder)[: -self._keep]:
             hidden = old.folder.with_name(f".{old.folder.name}")
-            os.rename(old.folder, hidden)  # first, so that no half of it is ever visible
+            os.rename(old.folder, hidden)  # renamed first, so that no partial checkpoint is visible
             shutil.rmtree(hidden)
         return ""
 
     def _together(self, work: Callable[[], str], failed: Callable[[str], Exception]) -> list[str]:
-        """Do work on every rank. Return all ranks' texts, or raise the same error on all ranks."""
+        """Call `work` on every rank. Return all results, or raise the same error on all ranks."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         cause: BaseException | None = None
         try:
             text = "+" + work()
-        except (Exception, CheckpointException) as error:  # DCP's own is not an Exception
+        except (Exception, CheckpointException) as error:  # which is not an Exception
             failures = getattr(error, "failures", None) or {self._ranks.rank: (error, None)}
             named = [f"rank {rank}: {each[0]!r}" for rank, each in failures.items()]
             cause, text = error, "-" + ", ".join(named)
@@ -234,7 +234,7 @@ class Checkpoints:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Hide DCP's warning that there is only one process."""
+    """Hide DCP's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
@@ -254,17 +254,17 @@ def _sync(path: Path) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of torch's random numbers, as JSON."""
+    """Return the states of torch's random number generators, as JSON."""
     import torch
 
     cuda: Any = torch.cuda
-    # Asking a device that is not in use would take memory on it.
+    # Querying an unused device would allocate memory on it.
     states = [torch.get_rng_state(), *(cuda.get_rng_state_all() if cuda.is_initialized() else ())]
     return {"torch": [base64.b64encode(each.numpy().tobytes()).decode() for each in states]}
 
 
 def set_rng_state(saved: Mapping[str, Any]) -> None:
-    """Continue with saved random numbers. Devices that do not exist here are ignored."""
+    """Restore the states of random number generators. Missing devices are ignored."""
     import torch
 
     cuda: Any = torch.cuda

@@ -1,6 +1,6 @@
-"""The data of a run: loaders for training and evaluation, and synthetic batches to stand in.
+"""The data of a run: loaders for training and evaluation, and synthetic replacement batches.
 
-Imports no torch: the loader starts to read while torch is imported.
+Does not import torch, so that the loader can start reading before torch is imported.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from penstock.watch.telemetry import Telemetry
 
 ARRAYS = ("inputs", "targets", "positions", "cu_seqlens")
-"""Fields of a batch that a model takes."""
+"""Fields of a batch that the model uses."""
 SYNTHETIC_VOCABULARY = STDLIB_VOCABULARY = 8192
-"""Ids of `--dataset synthetic` and `--tokenizer stdlib`."""
+"""The vocabulary sizes of `--dataset synthetic` and `--tokenizer stdlib`."""
 ENDLESS = 1 << 40
 """Rows of synthetic data: more than any run reads."""
 
 
 class TrainData:
-    """What a run reads. Starts to load the vocabulary on a thread."""
+    """The data of a run. Starts loading the vocabulary on a thread."""
 
     def __init__(self, options: TrainOptions, settings: Settings) -> None:
         table = _named(options) if options.dataset is not None else settings.data
@@ -56,17 +56,17 @@ class TrainData:
         is_fineweb = any(_is_fineweb_edu(str(url)) for url in urls)
         self.title = "FineWeb-Edu " if is_fineweb else ""
         self.prefix = "fineweb_loader_" if is_fineweb else "loader_"
-        """What the names of the loader's events begin with."""
+        """The prefix of the loader's events."""
         self._opening = BackgroundOpen(self._open)
 
     def _open(self) -> Any:
-        """Return the tokenizer of text, or any other dataset as a whole."""
+        """Return the tokenizer for text, or the dataset for other data."""
         if self._table.kind == "text":
             return _load_tokenizer(self._table.parameters)
         return self._table.build(self._settings.text_arguments())
 
     def vocab_size(self, timeout_s: float) -> int:
-        """Return the number of ids, or raise LoaderTimeout if it is not known in time."""
+        """Return the number of ids. Raise LoaderTimeout if it is not known in time."""
         return self._count_ids(self._opening.result(timeout_s))
 
     def _count_ids(self, data: Any) -> int:
@@ -88,7 +88,7 @@ class TrainData:
                 parameters["urls"] = text_path(options.dataset, options.local_path)
             if split is not None:
                 parameters |= {"split": f"{split}:{options.val_fraction:g}"}
-        elif split == "val":  # other rows than those that are trained on
+        elif split == "val":  # other rows than those for training
             parameters["seed"] = parameters.get("seed", 0) + 1
         else:
             return opened
@@ -97,12 +97,12 @@ class TrainData:
     def loader(
         self, telemetry: Telemetry, device: str | None, states: list[dict[str, Any]] | None = None
     ) -> AsyncDataLoader:
-        """Return this rank's loader for training, not started."""
+        """Return this rank's training loader, which is not started yet."""
         arguments = self._settings.loader_arguments(self._options.batch) | {"device": device}
         shard = current_shard()
         if shard.mod > 1:
-            # With an explicit shard, ranks do not wait for each other: the feed decides where to
-            # end. A smaller last batch would be one that other ranks do not have.
+            # With an explicit shard, ranks do not coordinate: the feed decides where to end. Other
+            # ranks might not have a smaller last batch.
             arguments["drop_last"] = True
         split = "train" if self._options.eval_every else None
         loader = AsyncDataLoader(self._dataset(split), shard=shard, **arguments)
@@ -112,7 +112,7 @@ class TrainData:
         return loader
 
     def validation_loader(self) -> AsyncDataLoader:
-        """Return a loader of all validation documents, in order."""
+        """Return a loader for all validation documents, in order."""
         arguments = self._settings.loader_arguments(self._options.batch)
         arguments |= {"device": None, "epochs": None, "shuffle": False, "lanes": 1}
         arguments |= {"warmup_batches": 0, "prefetch_size": 1, "shard": Shard(1, 0)}
@@ -124,7 +124,7 @@ class TrainData:
 
 
 def _named(options: TrainOptions) -> DatasetConfig:
-    """Return the table that `--dataset` and its options stand for."""
+    """Return the dataset that `--dataset` and its options describe."""
     where = f"--dataset {options.dataset}"
     if options.dataset == "synthetic" and not os.path.exists("synthetic"):
         parameters = {"vocab_size": SYNTHETIC_VOCABULARY, "num_samples": ENDLESS, "seed": 0}
@@ -145,7 +145,7 @@ def _is_fineweb_edu(address: str) -> bool:
 
 
 def _with_positions(table: DatasetConfig) -> DatasetConfig:
-    """Return the same data with positions in its batches."""
+    """Return the dataset with positions in its batches."""
     if table.kind == "synthetic":
         raise ConfigError(f"--doc-mask with {table.where}: synthetic data has no documents")
     parts = {name: (_with_positions(part), weight) for name, (part, weight) in table.parts.items()}
@@ -162,7 +162,7 @@ def _load_tokenizer(parameters: Mapping[str, Any]) -> Any:
 
 
 def _stdlib_tokenizer() -> Path:
-    """Return a tokenizer of the standard library's text, trained on first use."""
+    """Return the path of a tokenizer for the standard library's text, trained on first use."""
     from penstock.encode.train_bpe import train_tokenizer
     from penstock.tools.demo_corpus import documents, write_stdlib
 
@@ -176,8 +176,9 @@ def _stdlib_tokenizer() -> Path:
 class ValidationData:
     """The batches of an evaluation: the same documents for any number of ranks.
 
-    Rank 0 reads them before the first pass and deals them to the ranks, which keep them in memory. A
-    `for` starts a pass. All ranks have the same number of batches: padding has no targets.
+    Rank 0 reads them before the first pass and distributes them to the ranks, which keep them in
+    memory. A `for` starts a pass. All ranks have the same number of batches; padding has no
+    targets.
     """
 
     def __init__(self, data: TrainData, options: TrainOptions, ranks: Ranks, device: Any) -> None:
@@ -215,9 +216,9 @@ class ValidationData:
 
 
 class SyntheticBatches:
-    """Batches for steps without data: the same ids for the same step, for any number of ranks.
+    """Synthetic batches: the same ids for the same step, for any number of ranks.
 
-    Each row is one document, so a document mask would change nothing.
+    Each row is one document, so a document mask has no effect.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""One process, DDP or FSDP2: join the other ranks, wrap the model, add up over ranks.
+"""One process, DDP or FSDP2: join the other ranks, wrap the model, sum over ranks.
 
-Ranks talk over gloo on CPUs and over NCCL on GPUs. The GPU side has not been run.
+Ranks communicate over gloo on CPUs and NCCL on GPUs. The GPU path has not been run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where this rank runs, and with which others."""
+    """The device of this rank, and its group of ranks."""
 
     parallel: Parallel
     device: torch.device
@@ -48,8 +48,8 @@ def join_ranks(options: TrainOptions, device_name: str | None) -> Iterator[Place
             raise
         shard, first_line = current_shard(), str(error).partition("\n")[0][:300]
         raise PeerFailed(
-            f"rank {shard.rem} of {shard.mod} lost the other ranks: one of them has ended or hangs; "
-            f"see its own output ({first_line})"
+            f"rank {shard.rem} of {shard.mod} lost the other ranks: one of them has exited or "
+            f"hangs; see its own output ({first_line})"
         ) from error
     finally:
         if dist.is_initialized():
@@ -74,17 +74,17 @@ def _join(options: TrainOptions, device_name: str | None) -> Placement:
             alone = {"store": vars(dist)["HashStore"](), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
         if shard.mod > 1:
-            # A rank may wait for data this long before it votes, and the others wait for its vote.
+            # The others wait for the vote of a rank, which may wait this long for data.
             waits_s = max(options.loader_timeout, options.stall_timeout)
             ranks = GlooRanks(timeout_s + waits_s)
     return Placement(how, device, getattr(torch, name), ranks)
 
 
 def wrap(model: nn.Module, placement: Placement) -> nn.Module:
-    """Return the model as this rank holds it."""
+    """Return the model wrapped in DDP or FSDP2, if any."""
     device, dtype = placement.device, placement.dtype
     if placement.parallel == "ddp":
-        # The buffers never change, so they need not be sent. torch renamed the argument.
+        # Buffers never change, so they need not be sent. torch has renamed the argument.
         known = inspect.signature(DistributedDataParallel).parameters
         names = ("forward_sync_buffers", "broadcast_buffers")
         arguments: dict[str, Any] = {next(name for name in names if name in known): False}
@@ -109,7 +109,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def syncing(model: nn.Module, exchange: bool) -> Iterator[None]:
-    """Exchange gradients between ranks in backward passes, or only add them up on this one."""
+    """Exchange gradients between ranks in backward passes, or only accumulate them locally."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -128,26 +128,26 @@ def autocast(placement: Placement) -> AbstractContextManager[Any]:
 
 
 def add_up(values: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Replace values by their sum over all ranks."""
+    """Replace values with their sum over all ranks."""
     if placement.parallel != "single":
         dist.all_reduce(values)
     return values
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor on this rank."""
+    """Return the part of a tensor on this rank."""
     plain = tensor.detach()
     return plain.to_local() if hasattr(plain, "to_local") else plain
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor, on every rank."""
+    """Return the whole tensor, on every rank."""
     full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
 def scatter(ranks: Ranks, deal: Callable[[], list[T]]) -> T:
-    """Call `deal` on rank 0 and return to each rank its item. If it fails, it fails everywhere."""
+    """Call `deal` on rank 0 and return its n-th item on rank n. A failure raises on every rank."""
     if ranks.group is None:
         return deal()[0]
     items: list[Any] = []

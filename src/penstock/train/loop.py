@@ -1,6 +1,6 @@
 """The training loop: build, resume, warm up, step, evaluate, save.
 
-`Trainer` is what a step does. `run` is the loop around it.
+`Trainer` runs a step; `Loop` runs the steps of a rank.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SEEDS = 1 << 63
 
 
 class StepResult(NamedTuple):
-    """What a step computed. Tensors, because reading them would wait for a device."""
+    """The results of a step, as tensors, because reading them would wait for the device."""
 
     loss: Tensor
-    """The mean over all targets of all ranks."""
+    """The mean over the targets of all ranks."""
     grad_norm: Tensor
     lr: float
 
@@ -62,7 +62,7 @@ class Console:
     def __init__(
         self, telemetry: Telemetry, options: TrainOptions, title: str, ranks: Ranks
     ) -> None:
-        """`title`: what the data is called."""
+        """`title`: the name of the data in messages."""
         self._telemetry, self._title, self._world = telemetry, title, ranks.world
         self._silent, self._total, self._every = ranks.rank != 0, options.steps, options.log_every
         self._tokens = 0
@@ -77,9 +77,9 @@ class Console:
     def step(
         self, step: int, seconds: float, tokens: int, result: Any, instead: Substitution | None
     ) -> None:
-        """Record a step, and print it if it is due. Reads the loss only then, which may wait.
+        """Record a step, and print a line if due. Only then reads the loss, which may wait.
 
-        result: its loss and learning rate. instead: the synthetic data that it ran on, if any.
+        result: the loss and learning rate. instead: the synthetic data of the step, if any.
         """
         self._tokens += self._world * tokens
         if not self._announced and (first := self._telemetry.first):
@@ -103,7 +103,7 @@ class Console:
         )
 
     def summary(self, loss: float, rows: int, elapsed_s: float) -> None:
-        """Print the metrics of the run and what they mean."""
+        """Print the metrics of the run and the verdict."""
         if self._silent:
             return
         data_wait = self._telemetry.data_wait()
@@ -134,7 +134,7 @@ class Trainer:
         self.parameter_count = count_parameters(model)
         self.model = distributed.wrap(model, placement)
         groups = parameter_groups(self.model, options.weight_decay)
-        # On CPUs the fused kernel does not take FSDP2's sharded tensors.
+        # On CPUs, the fused kernel does not support FSDP2's sharded tensors.
         fused = placement.device.type == "cuda" or placement.parallel != "fsdp"
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=fused)
         warmup = options.lr_warmup
@@ -142,7 +142,7 @@ class Trainer:
             warmup = min(100, (options.steps or 1000) // 10)
         factor = partial(rate, warmup, options.steps, options.lr_floor)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
-        torch.manual_seed((options.seed + 1 + placement.ranks.rank) % SEEDS)  # each its own dropout
+        torch.manual_seed((options.seed + 1 + placement.ranks.rank) % SEEDS)  # dropout differs
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
         """Train on the batches of a step."""
@@ -154,7 +154,7 @@ class Trainer:
                 (summed / ids).backward()
             total += torch.stack((summed.detach().double(), count.double()))
         distributed.add_up(total, self.placement)
-        # Gradients are means over ids and ranks. With padding they must be means over targets.
+        # Gradients are means over ids and ranks, but must be means over targets, without padding.
         scale = (ids * self.placement.ranks.world / total[1]).float()
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -167,7 +167,7 @@ class Trainer:
         return StepResult(total[0] / total[1], distributed.whole(norm), lr)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of the loss over a batch's targets, and their number."""
+        """Return the summed loss of a batch, and its number of targets."""
         with distributed.autocast(self.placement):
             logits = model(batch.inputs, batch.positions, batch.cu_seqlens)
             return loss(logits, batch.targets)
@@ -176,7 +176,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss over the batches of all ranks, without training on them."""
         total = self._zeros()
-        model = distributed.unwrap(self.model)  # DDP has nothing to add up here
+        model = distributed.unwrap(self.model)  # without gradients, DDP is not needed
         model.eval()
         try:
             for batch in batches:
@@ -202,14 +202,14 @@ class Loop:
     """One run on one rank."""
 
     def __init__(self, context: RunContext, placement: Placement, imported_at: float) -> None:
-        """`imported_at`: when torch was imported, on `perf_counter`."""
+        """`imported_at`: the time at which torch was imported, on `perf_counter`."""
         options, ranks, data = context.options, placement.ranks, context.data
         self._context, self._options, self._ranks = context, options, ranks
         self._console = Console(context.telemetry, options, data.title, ranks)
         vocab_size = self._agree_on_vocab_size()
         self._trainer = trainer = Trainer(options, placement, vocab_size, data.seq_len)
         self._shape = {"size": options.size, "seq_len": data.seq_len, "vocab_size": vocab_size}
-        """What a checkpoint's model must have in common with this one."""
+        """The settings in which a checkpoint's model must match this one."""
         state = (trainer.model, trainer.optimizer, trainer.scheduler)
         self._checkpoints = Checkpoints(options.checkpoints, ranks, options.keep, *state)
         self._synthetic = SyntheticBatches(options, data, vocab_size, placement.device)
@@ -224,7 +224,7 @@ class Loop:
         )
 
     def _agree_on_vocab_size(self) -> int:
-        """Return the number of ids. If a rank does not know it, all ranks raise the same error."""
+        """Return the number of ids. If it is unknown on a rank, all ranks raise the same error."""
         context, ranks = self._context, self._ranks
         size, reason = 0, ""
         cause: Exception | None = None
@@ -258,7 +258,7 @@ class Loop:
         try:
             stopped = self._train()
         except FeedStopped:
-            # All ranks stop at the same step, so what was trained so far can be saved.
+            # All ranks stop at the same step, so they can save a checkpoint.
             if options.save_last:
                 self._save()
             raise
@@ -277,8 +277,8 @@ class Loop:
             return
         if saved.settings != self._shape:
             raise StateError(
-                f"{saved.folder}: its model has {saved.settings}, and this run asks for "
-                f"{self._shape}. Use the same, or start a new run without --resume."
+                f"{saved.folder}: its model has {saved.settings}, but this run has "
+                f"{self._shape}. Use the same settings, or start a new run without --resume."
             )
         self._checkpoints.load(saved)
         if len(saved.ranks) == self._ranks.world:
@@ -301,7 +301,7 @@ class Loop:
         self._console.say(f"prewarmed in {done.seconds:.2f} s")
 
     def _warm_up(self) -> None:
-        """Wait until the loader has buffered as many batches as the settings ask for."""
+        """Wait until the loader has buffered the number of batches in the settings."""
         feed, settings = self._context.feed, self._context.settings
         batches, timeout_s = settings["warmup_batches"], settings["warmup_timeout"]
         if batches and timeout_s and (loader := feed.loader()) is not None:
@@ -313,7 +313,7 @@ class Loop:
     # Training
 
     def _train(self) -> bool:
-        """Train to the end. Return True if a signal stopped it earlier."""
+        """Train to the end. Return True if a signal stopped it."""
         context, options, feed = self._context, self._options, self._context.feed
         while options.steps is None or self._step < options.steps:
             started, step = time.perf_counter(), self._step + 1
@@ -355,7 +355,7 @@ class Loop:
         self._console.say(f"step {self._step}: validation loss {mean:.4f}")
 
     def _save(self) -> bool:
-        """Save a checkpoint. Return False if that fails: training continues without it."""
+        """Save a checkpoint. Return False if that fails; training continues."""
         context = self._context
         if self._saved_step == self._step:
             return True
@@ -373,7 +373,7 @@ class Loop:
         context.heartbeat.event("saved", folder=str(folder), seconds=seconds)
         return True
 
-    # The end
+    # After the last step
 
     def _summarize(self, elapsed_s: float, stopped: bool, saved: bool) -> None:
         context, ranks, say = self._context, self._ranks, self._console.say
@@ -387,14 +387,14 @@ class Loop:
             result = "saved; continue with --resume" if saved else "NOT saved"
             say(f"stopped by {by} at step {self._step}: {result if self._step else 'no steps yet'}")
         context.heartbeat.close("stopped" if stopped else "end")
-        ranks.gather([0])  # the heartbeats of all ranks are complete
+        ranks.gather([0])  # wait for the heartbeats of all ranks
         if ranks.rank == 0:
             self._summarize_steps(self._options.out)
             if self._options.report is not None:
                 self._write_report(self._options.out, self._options.report)
 
     def _summarize_steps(self, folder: Path) -> None:
-        """Print the steady state, as `watch`, `report` and `health` see it."""
+        """Print the analysis of the steps that `watch`, `report` and `health` also show."""
         from penstock.watch.run import read_run
 
         try:

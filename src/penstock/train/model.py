@@ -1,7 +1,7 @@
 """A small GPT in one file: the decoder of current open models.
 
 Pre-norm, RMSNorm, rotary embeddings, normalised queries and keys, SwiGLU, tied embeddings, no biases.
-Attention within documents takes a mask of batch × seq_len² bytes in each forward pass.
+Attention within documents needs a mask of batch × seq_len² bytes in each forward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def hidden(self) -> int:
-        """Width of the MLP: three matrices of 8/3 have the parameters of the usual two of 4."""
+        """Width of the MLP: three matrices of factor 8/3 have as many parameters as two of 4."""
         return round_up(8 * self.width // 3, 64)
 
 
@@ -66,8 +66,8 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq_len, head_width)
         q = rotate(self.q_norm(q), cos, sin)
         k = rotate(self.k_norm(k), cos, sin)
-        # A mask also computes what it hides. For long sequences on GPUs use a varlen kernel, which
-        # takes cu_seqlens, or flex attention with a block mask of the documents.
+        # With a mask, hidden scores are computed too. For long sequences on GPUs, use a varlen
+        # kernel with cu_seqlens, or flex attention with a block mask of the documents.
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, seq_len, width))
         return out
@@ -88,7 +88,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: the unit in which the model is compiled and sharded."""
+    """One layer: the unit of compilation and sharding."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -113,7 +113,8 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape, vocab_size: int, seq_len: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.vocab_size = shape, vocab_size
-        # Multiples of 64 multiply faster. The added rows have no logits and never learn.
+        # Matrix products are faster for multiples of 64. The added rows have no logits and no
+        # gradient.
         self.embedding = nn.Embedding(round_up(vocab_size, 64), shape.width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
@@ -132,7 +133,8 @@ class GPT(nn.Module):
         return cls(SIZES[name], vocab_size, seq_len, dropout)
 
     def _initialise(self) -> None:
-        # As in GPT-2: the two terms that each block adds are scaled, so that their sum does not grow with depth.
+        # As in GPT-2, the two residual terms of each block are scaled, so that the sum does not
+        # grow with depth.
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
@@ -147,8 +149,8 @@ class GPT(nn.Module):
         positions, cu_seqlens: those of a batch. With both, documents do not attend to each other.
         """
         batch, seq_len = inputs.shape
-        # Outside the blocks: the length of cu_seqlens changes with every batch, and a compiled block
-        # should see only one shape.
+        # Outside the blocks, because the length of cu_seqlens changes with every batch, and a
+        # compiled block should see only one shape.
         mask = None if cu_seqlens is None else document_mask(cu_seqlens, batch, seq_len)
         if positions is None:
             positions = torch.arange(seq_len, device=inputs.device).unsqueeze(0)
@@ -159,7 +161,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin, mask)
         logits = F.linear(self.norm(x), self.embedding.weight)[..., : self.vocab_size]
-        # A copy, because FSDP2 registers its hooks on the output, which must not be a view.
+        # A copy, because FSDP2 registers hooks on the output, which must not be a view.
         return logits.to(torch.float32, copy=True)
 
 
@@ -177,9 +179,9 @@ def document_mask(cu_seqlens: Tensor, batch: int, seq_len: int) -> Tensor:
 
 
 def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the cross entropy over the targets, and their number.
+    """Return the summed cross entropy of the targets, and their number.
 
-    A sum, because ranks and micro-steps may have different numbers of targets.
+    Not the mean, because ranks and micro-steps may have different numbers of targets.
     """
     total = F.cross_entropy(
         logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
@@ -188,7 +190,7 @@ def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return an optimizer's groups: matrices of blocks decay; norms and the embedding do not."""
+    """Return optimizer groups: only the matrices of blocks have weight decay."""
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": weight_decay},
         {"params": [], "weight_decay": 0.0},
@@ -205,5 +207,5 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Round up to a multiple."""
     return -(-value // multiple) * multiple

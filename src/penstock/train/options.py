@@ -1,7 +1,7 @@
 """The options of `penstock train`: one dataclass for the command line, the file and the help.
 
-Options of the loader (workers, prefetch, warmup, …) are settings: see `penstock.settings`. Needs no
-torch.
+Options of the loader (workers, prefetch, warmup, …) are settings; see `penstock.settings`. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ class TrainOptions:
     """Options of `penstock train`.
 
     dataset: fineweb_edu, fineweb_edu_local (with --local-path), stdlib, synthetic, or an address:
-        hf://…, s3://…, https://…, a file, a folder or a glob. Defaults to the data that the file
-        of --config describes.
+        hf://…, s3://…, https://…, a file, a folder or a glob. Defaults to [data] of the --config
+        file.
     local_path: File for fineweb_edu_local.
     tokenizer: byte, a tokenizer.json, a .tiktoken file, a Hub name such as gpt2, or stdlib: one
-        trained on the spot.
-    dataset_config: Configuration of a Hub dataset's card, such as sample-10BT.
+        trained on Python's standard library.
+    dataset_config: A configuration from a Hub dataset's card, such as sample-10BT.
     text_field: Column or field that holds the text.
-    seq_len: Tokens in a row. Attention's cost grows with its square.
+    seq_len: Tokens per row. The cost of attention grows with its square.
     packing: How documents are packed into rows. concat loses no token; best_fit pads instead of
         cutting documents; bos starts each row with a document.
-    doc_mask: Attend within documents only.
+    doc_mask: Attend only within documents.
     vocab_size: Number of ids, for files of token ids, which do not contain it.
     size: Size of the model.
     dropout: Share of activations to drop.
     compile: Use torch.compile, block by block: a slower start and faster steps.
     dtype: Type to compute in. auto: bfloat16 on GPUs that support it, otherwise float32.
-    steps: Steps to run to. Defaults to 100, or to the end of the epochs that a file sets.
+    steps: Step at which to stop. Defaults to 100, or to the end of the epochs that a file sets.
     batch: Rows of a micro-step on each rank. In a file: batch_size.
-    accumulate: Micro-steps of a step. More take time, not memory.
+    accumulate: Micro-steps per step. More take time, not memory.
     global_batch: Rows of a step on all ranks. Sets --accumulate, so that another number of ranks
         trains on the same rows.
     lr: Maximum learning rate. In a file: learning_rate.
-    lr_warmup: Steps over which the learning rate rises. Defaults to a tenth of all, at most 100.
+    lr_warmup: Steps over which the learning rate rises. Defaults to a tenth of all steps, at most
+        100.
     lr_floor: Final learning rate, as a share of the maximum.
     weight_decay: Weight decay of the matrices.
     clip: Maximum gradient norm; 0 disables clipping.
-    seed: Seed of weights, dropout and the order of the data. In a file: seed of table loader.
-    eval_every: Steps between evaluations on documents that are not trained on; 0 disables them.
-    eval_batches: Batches of an evaluation, on all ranks together. They stay in memory.
-    val_fraction: Share of the documents that is kept for evaluation.
-    prewarm: Take the cost of the first step before it, without changing a result by one bit.
+    seed: Seed of weights, dropout and the order of the data. In a file: seed in [loader].
+    eval_every: Steps between evaluations on documents excluded from training; 0 disables them.
+    eval_batches: Batches per evaluation, over all ranks. They stay in memory.
+    val_fraction: Share of the documents reserved for evaluation.
+    prewarm: Run a step before the first one to load kernels, without changing any result.
     ddp: 1: DDP. 0: a single process. Defaults to DDP if there are several processes.
     fsdp: Shard the model over the ranks (FSDP2) instead of copying it (DDP).
     device: auto, cpu, cuda or cuda:N. auto: this rank's GPU if there is one.
@@ -73,16 +74,15 @@ class TrainOptions:
     save_every: Steps between checkpoints; 0: only at the end and on SIGTERM.
     save_last: Save a checkpoint at the end.
     keep: Checkpoints to keep.
-    resume: Continue from the newest complete checkpoint, or from the one named.
-    grace: Seconds that saving may take after SIGTERM before the process is ended.
+    resume: Continue from the newest complete checkpoint, or from the given one.
+    grace: Seconds that saving may take after SIGTERM before the process exits.
     loader_timeout: Seconds to wait for the vocabulary, and then for the first batch.
     stall_timeout: Seconds to wait for any other batch.
     synthetic_on_fail: If a rank has no data, train all ranks on synthetic data until all have real
         data again. Otherwise all ranks stop.
-    report: Write the report page at the end, to this file or beside the heartbeat.
+    report: Write the report page at the end, to this file or next to the heartbeat.
     trace: Write a trace of the loader's threads to this file, for Perfetto.
-    metrics_port: Serve Prometheus metrics at this port plus the rank's number on its host; 0: any
-        free port.
+    metrics_port: Serve Prometheus metrics at this port plus the local rank; 0: any free port.
     tensorboard: Folder for TensorBoard files.
     log_every: Steps between console lines; 0: a line about every two seconds.
     """
@@ -142,9 +142,9 @@ class TrainOptions:
 
 OPTIONS = options_of(TrainOptions)
 ALSO_SETTINGS = {"batch": "batch_size", "lr": "learning_rate", "seed": "seed"}
-"""Options that are settings of the loader too, and the settings' names."""
+"""Options that are also settings of the loader, with the names of the settings."""
 DESCRIBE_DATA = {"tokenizer", "dataset_config", "text_field", "seq_len", "packing"}
-"""Options that [data] of a file replaces."""
+"""Options that the [data] table of a file replaces."""
 
 
 def flag(name: str) -> str:
@@ -161,8 +161,8 @@ def resolve(
 ) -> tuple[TrainOptions, Settings]:
     """Return the options and the loader's settings.
 
-    given: options of the command line. overrides: settings of its `--set`. Both rank above the
-    environment, and that above the file.
+    given: options of the command line. overrides: settings of its `--set`. Both take precedence
+    over the environment, and that over the file.
     """
     written = {flag(name): value for name, value in given.items()}
     chosen = read_source(written, {flag(name): name for name in OPTIONS}, "", OPTIONS)
@@ -185,7 +185,7 @@ def resolve(
 
 
 def _from_file(path: Path) -> dict[str, RawSetting]:
-    """Return the options in the table [train] of a file."""
+    """Return the options in the [train] table of a file."""
     file = read_file(path)
     table = dict(file.table("train") or {})
     for name in table.keys() & ALSO_SETTINGS.keys():
@@ -197,7 +197,7 @@ def _from_file(path: Path) -> dict[str, RawSetting]:
 
 
 def _check(options: TrainOptions, settings: Settings) -> None:
-    """Raise ConfigError for options that do not go together."""
+    """Raise ConfigError for options that exclude each other."""
     out, is_local = options.out, options.dataset == "fineweb_edu_local"
     if is_local != (options.local_path is not None):
         raise ConfigError("--dataset fineweb_edu_local and --local-path FILE need each other")
@@ -209,12 +209,12 @@ def _check(options: TrainOptions, settings: Settings) -> None:
         raise ConfigError("--ddp 0 and --fsdp contradict each other: use one of them")
     if options.global_batch is not None and options.accumulate != 1:
         raise ConfigError("--global-batch sets --accumulate: use one of them")
-    # Without them a batch is made inside the step, however long that takes.
+    # Without them, the step makes its batch itself, without a time limit.
     if options.synthetic_on_fail and (not settings["prefetch"] or settings["n_workers"] == 0):
         raise ConfigError("--synthetic-on-fail needs prefetch=on and at least one worker")
 
 
-# What follows from the options
+# Values derived from the options
 
 
 def parallel(options: TrainOptions, world: int) -> Parallel:
@@ -227,7 +227,7 @@ def parallel(options: TrainOptions, world: int) -> Parallel:
 
 
 def micro_steps(options: TrainOptions, world: int) -> int:
-    """Return the micro-steps of a step."""
+    """Return the number of micro-steps per step."""
     total, rows = options.global_batch, options.batch * world
     if total is None:
         return options.accumulate
@@ -238,14 +238,14 @@ def micro_steps(options: TrainOptions, world: int) -> int:
 
 
 def device_name(options: TrainOptions) -> str | None:
-    """Return the device for batches, or None for the CPU. The loader needs it before torch."""
+    """Return the device for batches, or None for the CPU. Called before torch is imported."""
     if options.device not in ("auto", "cuda"):
         return None if options.device == "cpu" else options.device
     return f"cuda:{local_rank()}" if options.device == "cuda" or gpu_is_here() else None
 
 
 def add_implied(arguments: list[str]) -> list[str]:
-    """Add the value to each option that stands alone: `--resume` means `--resume newest`."""
+    """Add the implied value to options without one: `--resume` means `--resume newest`."""
     implied = {flag(name): each.implied for name, each in OPTIONS.items() if each.implied}
     result: list[str] = []
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):

@@ -1,8 +1,9 @@
-"""Take the cost of a first training step before the first step, without changing a bit.
+"""Run a training step in advance to load kernels and compile graphs, without changing a bit.
 
 Copies every tensor that a step may change, runs forward, backward and an optimizer step, restores the
-copies and compares. What cannot be restored is refused by name. Under DDP and FSDP2 all ranks call it
-together. Takes the time of a step, and memory for a second copy of parameters and buffers.
+copies and compares. Raises for anything that cannot be restored. Under DDP and FSDP2, all ranks
+must call it together. Takes the time of a step, and memory for a second copy of parameters and
+buffers.
 """
 
 from __future__ import annotations
@@ -43,29 +44,29 @@ FRESH: dict[type[Optimizer], dict[str, float]] = {
     # adding it to 0.0 would turn -0.0 into 0.0.
     torch.optim.SGD: {"momentum_buffer": -0.0},
 }
-"""Optimizers whose state before the first step is known: zeros, but for these."""
+"""Optimizers whose initial state is known: zeros, except for these values."""
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """Tensors whose memory can be copied bit by bit, if they are strided."""
 EXACT_RANKS = 2
-"""Two numbers have the same sum in any order; three do not."""
+"""Floating-point sums of two numbers do not depend on the order; sums of three do."""
 DDP_PASSES = 2
-"""DDP builds its final buckets at the beginning of the second pass."""
+"""DDP builds its final buckets at the start of the second pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prewarmed:
-    """What a prewarm did."""
+    """The result of a prewarm."""
 
     seconds: float
     passes: int
-    """Forward and backward passes."""
+    """The number of forward and backward passes."""
     state_bytes: int
-    """Optimizer state that was made, on this rank."""
+    """Bytes of new optimizer state on this rank."""
     copied_bytes: int
-    """Tensors that were copied for the time of the prewarm, on this rank."""
+    """Bytes of temporary copies of tensors on this rank."""
     skipped: dict[str, str]
-    """What was not done, and why."""
+    """Skipped parts, with the reason."""
 
 
 def prewarm(
@@ -80,17 +81,17 @@ def prewarm(
 ) -> Prewarmed:
     """Run a training step and leave everything as it was, to the last bit.
 
-    Afterwards kernels are loaded, graphs compiled, DDP's buckets built and optimizer state made.
-    Parameters, buffers, gradients, modes, attributes of modules and random numbers are unchanged.
-    The optimizer itself is not stepped: prewarm steps a copy, resets the copy's state to its
-    initial values, and moves that state to the optimizer.
+    Afterwards, kernels are loaded, graphs compiled, DDP's buckets built and optimizer state
+    created. Parameters, buffers, gradients, modes, module attributes and random numbers are
+    unchanged. The optimizer itself is not stepped: prewarm steps a copy, resets the copy's state to
+    its initial values, and moves that state to the optimizer.
 
-    optimizer: one, several, or None for the model alone. One that has state is left alone.
-    batch: (inputs, targets), a Batch, or a mapping of what the model takes. Only its shapes matter.
+    optimizer: one, several, or None for the model alone. An optimizer with state is skipped.
+    batch: (inputs, targets), a Batch, or a mapping of the model's arguments. Only shapes matter.
     loss: a function of model and batch. Defaults to the loss that the model returns, or to the cross
         entropy of its logits.
-    steps: more than 1 if something is warm only later, as in some modes of torch.compile.
-    accumulate: micro-steps of a step. autocast: a dtype such as torch.bfloat16.
+    steps: more than 1 if later steps still warm up, as in some modes of torch.compile.
+    accumulate: micro-steps per step. autocast: a dtype such as torch.bfloat16.
     """
     started = time.perf_counter()
     whole_number("steps", steps, 1)
@@ -104,7 +105,7 @@ def prewarm(
         if reason := _why_not_warm(each):
             skipped["optimizer"] = reason
         else:
-            # The same options and parameters, without hooks and schedulers.
+            # A copy with the same options and parameters, without hooks and schedulers.
             twins[each] = type(each)([dict(group) for group in each.param_groups])
     device = next(iter(parameters.values())).device.type
     wrote = ""
@@ -118,7 +119,7 @@ def prewarm(
                         value = (loss or _default_loss)(model, batch)
                     _check_loss(value)
                     torch.autograd.backward(value)
-            # Raised after all passes: other ranks may be in their next one.
+            # Raised after all passes, because other ranks may be in their next one.
             wrote = wrote or next(filter(snapshot.differs, parameters), "")
             for twin in twins.values() if number < steps else ():
                 twin.step()
@@ -126,7 +127,7 @@ def prewarm(
     if wrote:
         raise ConfigError(
             f"prewarm: a forward or backward pass writes to parameter {wrote!r}, perhaps in a hook "
-            "that steps an optimizer. What else it changes cannot be restored: train without prewarm."
+            "that steps an optimizer. Its other changes cannot be restored: train without prewarm."
         )
     state_bytes = sum([_hand_over(twin, each) for each, twin in twins.items()])
     seconds = time.perf_counter() - started
@@ -134,7 +135,7 @@ def prewarm(
 
 
 def _named_parameters(model: Any, optimizers: list[Any]) -> dict[str, Tensor]:
-    """Return all parameters by name. Raise ConfigError for what cannot be restored."""
+    """Return all parameters by name. Raise ConfigError if anything cannot be restored."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"prewarm: model is a {type(model).__name__}, not a torch.nn.Module")
     parameters: dict[str, Tensor] = dict(model.named_parameters())
@@ -146,14 +147,12 @@ def _named_parameters(model: Any, optimizers: list[Any]) -> dict[str, Tensor]:
         if any(
             parameter not in own for group in each.param_groups for parameter in group["params"]
         ):
-            raise ConfigError(
-                f"prewarm: {type(each).__name__} has parameters that the model has not"
-            )
+            raise ConfigError(f"prewarm: {type(each).__name__} has parameters that the model lacks")
     if not any(parameter.requires_grad for parameter in own):
         raise ConfigError("prewarm: no parameter requires a gradient")
     for name, tensor in [*parameters.items(), *model.named_buffers()]:
         if is_lazy(tensor):
-            raise ConfigError(f"prewarm: {name!r} has no shape yet. Run the model once before.")
+            raise ConfigError(f"prewarm: {name!r} has no shape yet. Run the model once first.")
         plain = local(tensor)
         if type(plain) not in PLAIN or plain.layout is not torch.strided or plain.is_quantized:
             kind = f"{type(plain).__name__} of {plain.layout} and {plain.dtype}"
@@ -168,19 +167,19 @@ def _named_parameters(model: Any, optimizers: list[Any]) -> dict[str, Tensor]:
 
 
 def _plan_passes(model: nn.Module, steps: int) -> tuple[bool, int, dict[str, str]]:
-    """Return whether ranks exchange gradients, how many passes to run, and what is skipped."""
+    """Return if ranks exchange gradients, the number of passes, and skipped parts."""
     ddp = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
     world = max((each.process_group.size() for each in ddp), default=1)
     if world <= EXACT_RANKS:
         return True, max(steps, DDP_PASSES if ddp else 1), {}
-    reason = f"on {world} ranks they would change the order in which gradients are added up"
+    reason = f"on {world} ranks they would change the order in which gradients are summed"
     if any(each.static_graph for each in ddp):
         raise ConfigError(f"prewarm: static_graph=True builds DDP's final buckets: {reason}")
     return False, steps, {"DDP buckets": reason}
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss in what the model returns, or the cross entropy of its logits."""
+    """Return the loss in the model's output, or the cross entropy of its logits."""
     targets: Any
     if isinstance(batch, Mapping):
         output, targets = model(**batch), batch.get("labels")
@@ -191,7 +190,7 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
     else:
         raise ConfigError(
             f"prewarm: batch is a {type(batch).__name__}; without loss= it must be (inputs, targets), "
-            "a Batch or a mapping of what the model takes"
+            "a Batch or a mapping of the model's arguments"
         )
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     value: Any = output if named is None else named
@@ -217,14 +216,14 @@ def _check_loss(value: Any) -> None:
 
 
 def _why_not_warm(optimizer: Optimizer) -> str:
-    """Return why an optimizer is not warmed, or an empty text."""
+    """Return the reason for skipping an optimizer, or an empty text."""
     name = type(optimizer).__name__
     if any(optimizer.state.values()):
-        return f"{name} has state already"
+        return f"{name} already has state"
     groups = optimizer.param_groups
     odd = any(group.get("dampening") or group.get("differentiable") for group in groups)
     is_known = type(optimizer) in FRESH and not odd
-    return "" if is_known else f"the state that {name} begins with is not known"
+    return "" if is_known else f"the initial state of {name} is not known"
 
 
 def _hand_over(twin: Optimizer, optimizer: Optimizer) -> int:
@@ -243,7 +242,7 @@ def _hand_over(twin: Optimizer, optimizer: Optimizer) -> int:
 
 
 def _bits(plain: Tensor) -> Tensor:
-    """Return a tensor's bytes: as numbers, NaN differs from itself and -0.0 equals 0.0."""
+    """Return a tensor's bytes. Compared as numbers, NaN would differ and -0.0 equal 0.0."""
     return plain.resolve_conj().contiguous().flatten().view(torch.uint8)
 
 
@@ -262,9 +261,9 @@ class _Snapshot:
 
     @torch.no_grad()
     def restore(self, names: Iterable[str]) -> None:
-        """Copy tensors back. Not those that did not change: an expanded one cannot be written."""
+        """Copy changed tensors back. Unchanged ones may be expanded, which cannot be written."""
         for name in filter(self.differs, list(names)):
-            with suppress(RuntimeError):  # the comparison finds out
+            with suppress(RuntimeError):  # checked below
                 local(self._tensors[name]).copy_(self.copies[name])
             if self.differs(name):
                 raise ConfigError(f"prewarm: {name!r} cannot be restored: build the model again")
@@ -272,7 +271,7 @@ class _Snapshot:
 
 @contextmanager
 def _restoring(model: nn.Module, parameters: dict[str, Tensor], batch: Any) -> Iterator[_Snapshot]:
-    """Restore at the end, also after an exception, what a step changes besides the optimizer."""
+    """Restore everything that a step changes, except the optimizer, even after an exception."""
     tensors = parameters | dict(model.named_buffers())
     tensors |= {f"tensor {i} of the batch": each for i, each in enumerate(_tensors_in(batch))}
     cuda: Any = torch.cuda
@@ -289,7 +288,7 @@ def _restoring(model: nn.Module, parameters: dict[str, Tensor], batch: Any) -> I
                 tensors[f"gradient of {name}"] = parameter.grad
         for name, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
-                # It stays warm. But after a pass without exchange it would not send its buffers.
+                # Stays warm, but after a pass without exchange it would not send its buffers.
                 synced = module.require_forward_param_sync
                 stack.callback(setattr, module, "require_forward_param_sync", synced)
             else:
@@ -304,7 +303,7 @@ def _restoring(model: nn.Module, parameters: dict[str, Tensor], batch: Any) -> I
 
 
 def _put_back(container: Any, items: Any) -> None:
-    """Restore the items of a module's own container: its attributes, or one of them."""
+    """Restore the items of a module's container: its attributes, or an attribute."""
     container.clear()
     container.extend(items) if isinstance(items, list) else container.update(items)
 

@@ -1,7 +1,7 @@
 """Start a run: open the data on a thread, then import torch and train.
 
-Importing torch and building the model take seconds, in which the loader reads its first batches. So
-this module imports no torch.
+Does not import torch itself, so that the loader reads its first batches during the seconds in which
+torch is imported and the model is built.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ log = logging.getLogger("penstock")
 
 
 def show(line: str) -> None:
-    """Print a line. If its reader has gone (`| head`, a closed terminal), the run continues."""
+    """Print a line. If stdout is closed (`| head`, a closed terminal), the run continues."""
     try:
         print(line, flush=True)
     except OSError as error:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (never closed)
-        log.warning("the console cannot be written any more: %s", error.strerror)
+        log.warning("the console can no longer be written: %s", error.strerror)
 
 
 class StopSignals:
     """Turns SIGTERM, SIGINT and SIGHUP into a request to save and stop. A context manager.
 
-    After `grace_s` the process ends in any case, with its stacks on stderr; after a second Ctrl-C at
-    once.
+    After `grace_s`, the process exits in any case, with its stacks on stderr. A second Ctrl-C
+    raises KeyboardInterrupt.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -60,7 +60,7 @@ class StopSignals:
         self._before = {n: h for n in numbers if (h := signal.getsignal(n)) is not signal.SIG_IGN}
         self.received: signal.Signals | None = None
         self.on_stop: Callable[[], None] = self._exit
-        """Called by the handler. Before the first step there is nothing to save."""
+        """Called by the handler. Exits by default: before training, there is nothing to save."""
 
     @property
     def exit_code(self) -> int:
@@ -76,7 +76,7 @@ class StopSignals:
         if self.received is not None:
             faulthandler.cancel_dump_traceback_later()
         for number, handler in self._before.items():
-            # Repeated signals must not change the exit code of a process that is ending.
+            # Repeated signals must not change the exit code of an exiting process.
             signal.signal(number, handler if self.received is None else signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -100,7 +100,7 @@ class StopSignals:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """A run whose data is being opened."""
+    """The parts of a run, while its data is being opened."""
 
     options: TrainOptions
     settings: Settings
@@ -108,7 +108,7 @@ class RunContext:
     accumulate: int
     device: str | None
     saved: Saved | None
-    """The checkpoint to continue from."""
+    """The checkpoint to resume from."""
     telemetry: Telemetry
     heartbeat: Heartbeat
     feed: SharedFeed
@@ -180,7 +180,7 @@ def _find_checkpoint(options: TrainOptions) -> Saved | None:
 
 
 def _lock(folder: Path, stack: ExitStack) -> None:
-    """Keep other runs out of a folder, and fail now if it cannot be written."""
+    """Lock a folder for this run. Raise if it is in use or not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context(open(folder / ".lock", "a", encoding="utf-8"))  # noqa: SIM115
@@ -195,7 +195,7 @@ def _lock(folder: Path, stack: ExitStack) -> None:
 
 
 def _exporters(options: TrainOptions, stack: ExitStack) -> list[Any]:
-    """Return hooks that pass each step's numbers on to Prometheus and TensorBoard."""
+    """Return hooks that export each step's numbers to Prometheus and TensorBoard."""
     exporters: list[Any] = []
     if options.metrics_port is not None:
         from penstock.watch.exporters import MetricsServer

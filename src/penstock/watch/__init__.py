@@ -1,7 +1,7 @@
-"""Measure a run, and explain its waits: stage times, verdicts, heartbeat, report, health.
+"""Measure a run and explain its waits: stage times, verdicts, heartbeat, report, health.
 
-Records on the threads that do the work, judges elsewhere, and never delays a step. This file formats
-numbers for people: one spelling for each unit everywhere, "?" for a number that is not known.
+Records on the threads that do the work, evaluates elsewhere, and never delays a step. This file has
+the number formats of all output: one spelling per unit, and "?" for an unknown number.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 MAX_TEXT = 600
-"""Characters shown of a text from a file."""
+"""The maximum length of a text from a file when shown."""
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration in a unit that suits it: 12.3 ms, 4.56 s, 3 min 20 s, 2.5 h."""
+    """Return a duration in a suitable unit: 12.3 ms, 4.56 s, 3 min 20 s, 2.5 h."""
     if value is None or math.isnan(value):
         return "?"
     if value < 0:
@@ -31,7 +31,7 @@ def seconds(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """Return a number of things, or of things per second: 12,345 or 3.14."""
+    """Return a count or a rate as text: 12,345 or 3.14."""
     if value is None or math.isnan(value):
         return "?"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -43,7 +43,7 @@ def rate(tokens_per_s: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return a percentage, with more digits the smaller it is."""
+    """Return a percentage. Smaller values have more digits."""
     if value is None or math.isnan(value):
         return "?"
     digits = 0 if value >= 20 else 1 if value >= 0.095 or value == 0 else 2

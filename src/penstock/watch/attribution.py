@@ -1,8 +1,8 @@
-"""Charge a wait to the stages that caused it, and say in one line what to change.
+"""Charge a wait to the stages that caused it, and give one-line advice.
 
 Trace a wait backwards: from `next()` to the producer, from the producer to the task it waited for,
 and from a queued task to whatever kept its worker busy. Time in which a thread had no core is
-charged to the stages that had the cores. The charges add up to the wait.
+charged to the stages that used the cores. The charges add up to the wait.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ STARVED_S = 100e-6
 
 
 def band(data_wait: float) -> str:
-    """Return a word for data wait, as a share of wall time."""
+    """Return the name of the band for data wait as a share of wall time."""
     limits = ((0.01, "excellent"), (0.05, "good"), (0.2, "fair"))
     return next((name for limit, name in limits if data_wait < limit), "poor")
 
 
 class Charges:
-    """Seconds by stage, and for each stage the data that took longest."""
+    """Seconds by stage, with the slowest file or chunk of each stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -50,7 +50,7 @@ class Charges:
             self._longest[stage] = (seconds, what)
 
     def worst(self) -> tuple[str, str]:
-        """Return the stage with the largest charge, and the file or chunk that took longest."""
+        """Return the stage with the largest charge, and its slowest file or chunk."""
         stage = max(self.seconds, key=self.seconds.__getitem__, default="batch")
         what = self._longest.get(stage, (0.0, ""))[1]
         return stage, str(what)[:500]
@@ -65,9 +65,9 @@ def charge(
     timelines: Sequence[ThreadTimeline] = (),
     cores: int = 1,
 ) -> Charges:
-    """Charge the time from `begin` to `end` to stages, by what a thread did then.
+    """Charge the time from `begin` to `end` to stages, from the timeline of a thread.
 
-    timelines: those of all threads, which share the `cores`. default: charged if nothing is known.
+    timelines: those of all threads that share `cores`. default: the stage for unrecorded time.
     """
     charger = _Charger(begin, timelines, cores)
     charger.follow(timeline.since(begin), timeline, begin, end, default)
@@ -84,7 +84,7 @@ class _Charger:
         self._all: list[tuple[ThreadTimeline, list[Segment]]] | None = None
 
     def follow(self, done: Iterable[Segment], own: Owner, lo: float, hi: float, last: str) -> None:
-        """Charge what a thread did. `last` is the stage that time between stages belongs to."""
+        """Charge the segments of a thread. Time between stages counts as the stage `last`."""
         for segment in done:
             stage, what = segment.stage, segment.what
             if segment.end <= lo:
@@ -94,7 +94,7 @@ class _Charger:
                 break
             begin, end = max(segment.begin, lo), min(segment.end, hi)
             if stage in STAGES:
-                last, begin = stage, lo  # waking up belongs to what the thread woke up for
+                last, begin = stage, lo  # waking up counts as the stage that follows
             elif begin > lo:
                 self._add(last, own, lo, begin)
             if stage == WAIT and isinstance(what, TaskTimeline):
@@ -105,7 +105,7 @@ class _Charger:
                 self._add(stage, own, begin, end, _cpu_within(segment, begin, end), what)
             elif stage in CHARGED:
                 self.charges.add(stage, end - begin, what)
-            else:  # no room or no task, while the consumer waits: the batch is on its way
+            else:  # no room or no task while the consumer waits: a batch is being handed over
                 self._add("batch" if stage == OUT else last, own, begin, end)
             lo = end
         if lo < hi:
@@ -121,7 +121,7 @@ class _Charger:
             middle = max(lo, min(ended, begun))
             self._task(task.after, lo, middle, last)
             lo = middle
-        if lo < begun:  # its worker was busy with something else
+        if lo < begun:  # its worker was busy with other tasks
             before = [s for s in _before(task) if s.stage != IDLE]
             first = next((s.stage for s in before if s.stage in STAGES), own)
             self.follow(before, task.thread, lo, begun, first)
@@ -132,12 +132,12 @@ class _Charger:
     def _add(
         self, stage: str, own: Owner, lo: float, hi: float, used: float = 0.0, what: Any = None
     ) -> None:
-        """Charge time in which a thread could run, and did so for `used` seconds."""
+        """Charge time in which a thread was runnable and used `used` seconds of CPU."""
         starved = hi - lo - used
         had = self._cpu_of_others(own, lo, hi) if starved >= STARVED_S and self._timelines else {}
         total = sum(had.values())
         starved = min(starved, total - (self._cores - 1) * (hi - lo))
-        if total and starved > 0:  # there was no free core
+        if total and starved > 0:  # no core was free
             for other, seconds in had.items():
                 self.charges.add(other, starved * seconds / total)
         else:
@@ -145,7 +145,7 @@ class _Charger:
         self.charges.add(stage, hi - lo - starved, what)
 
     def _cpu_of_others(self, own: Owner, lo: float, hi: float) -> dict[str, float]:
-        """Return the CPU seconds that other threads used, by stage."""
+        """Return the CPU seconds of other threads, by stage."""
         if self._all is None:
             self._all = [(timeline, timeline.since(self._begin)) for timeline in self._timelines]
         had: dict[str, float] = {}
@@ -163,7 +163,7 @@ def _cpu_within(segment: Segment, lo: float, hi: float) -> float:
 
 
 def _before(task: TaskTimeline) -> list[Segment]:
-    """Return what the worker did before a task."""
+    """Return the segments of the worker before a task."""
     if task.thread is None or task.begun is None:
         return []
     return [s for s in list(task.thread.recent) if s.end <= task.begun]
@@ -171,7 +171,7 @@ def _before(task: TaskTimeline) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a verdict takes into account beside the waits."""
+    """The facts that a verdict depends on, apart from the waits."""
 
     n_workers: int = 0
     cores: int = 1
@@ -181,13 +181,13 @@ class Known:
     fetch_p95_ms: float = 0.0
     retries: int = 0
     link_bound: bool = False
-    """True if more parallel fetches would not be faster, because they share a full link."""
+    """True if the network link is full, so that more parallel fetches would not be faster."""
     tight: bool = False
     """True if `memory_limit` bounds read-ahead."""
     cached: bool = False
     device: bool = False
     device_wait: float | None = None
-    """The share of time that the device itself waited, if it was measured."""
+    """The share of time that the device itself waited, if measured."""
     text: bool = True
     """True for text, whose tokens can be cached."""
     python: bool = False
@@ -195,18 +195,18 @@ class Known:
 
 
 class Verdict(NamedTuple):
-    """Why a run waits, in one line."""
+    """The cause of a run's waits, in one line."""
 
     data_wait: float
-    """The share of wall time that was spent in `next`."""
+    """The share of wall time spent in `next`."""
     shares: Mapping[str, float]
-    """The same by stage; they add up to `data_wait`."""
+    """The same by stage, adding up to `data_wait`."""
     line: str
     advice: str
 
 
 def judge(wait_s: float, wall_s: float, by_stage: Mapping[str, float], known: Known) -> Verdict:
-    """Return a verdict on some steps."""
+    """Return the verdict on a number of steps."""
     data_wait = wait_s / wall_s if wall_s > 0 else 0.0
     total = sum(by_stage.values())
     shares = {stage: s * data_wait / total for stage, s in by_stage.items() if total > 0}
@@ -232,7 +232,7 @@ def _detail(stage: str, known: Known) -> str:
 
 
 def advise(stage: str, known: Known) -> str:
-    """Return what to change if a stage holds a run back."""
+    """Return advice for a run that waits for a stage."""
     if stage == RANKS:
         return "another rank is late: see its own verdict"
     if stage == IMPORT:

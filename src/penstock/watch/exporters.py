@@ -1,7 +1,7 @@
-"""Export the numbers of a run to Prometheus, TensorBoard and W&B.
+"""Export the metrics of a run to Prometheus, TensorBoard and W&B.
 
-`MetricsServer` serves a run's heartbeat lines. Hooks for `Heartbeat(on_metrics=[…])` get the numbers
-of each step, nested names joined by a slash.
+`MetricsServer` serves metrics from heartbeat lines. Hooks for `Heartbeat(on_metrics=[…])` receive
+the numbers of each step; nested names are joined by a slash.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from penstock.watch.heartbeat_reader import kind, numbers
 Values = Mapping[str, float]
 
 FLUSH_S = 10
-"""TensorBoard's files are complete up to this long ago."""
+"""The interval at which TensorBoard's files are flushed."""
 
 
 class Metric(NamedTuple):
-    """A metric of Prometheus. Units are base units; the name of a counter ends in `_total`."""
+    """A Prometheus metric, in base units. The name of a counter ends in `_total`."""
 
     name: str
     of: str
-    """The lines that it is read from: progress, beat and so on; empty for all."""
+    """The kind of lines to read it from, such as progress or beat; empty for all."""
     key: str
-    """The field, nested ones joined by `/`. A `*` stands for the label's value."""
+    """The field; nested names are joined by `/`. A `*` matches the label's value."""
     help: str
     label: Literal["", "stage", "reason"] = ""
     add: bool = False
-    """Sum the values of all lines, instead of taking the last one."""
+    """Add up the values of all lines instead of keeping the last one."""
 
     @property
     def kind(self) -> str:
@@ -44,17 +44,17 @@ class Metric(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Turns the field's unit into the base unit."""
+        """The factor from the field's unit to the base unit."""
         return 1e-3 if self.key.endswith("_ms") else 0.01 if self.key.endswith("_pct") else 1.0
 
     def find(
         self, msg: str, line: Mapping[str, Any], values: Values
     ) -> Iterator[tuple[str, float]]:
-        """Yield the metric's values in a line, each with its label."""
+        """Yield the label and value of each of the metric's samples in a line."""
         before, star, after = self.key.partition("*")
         for name, value in values.items() if self.of in ("", msg) else ():
             if self.kind == "counter" and not 0 <= value < math.inf:
-                continue  # the sum would stay NaN
+                continue  # a NaN would stay in the sum
             if star and name.startswith(before) and name.endswith(after):
                 yield name.removeprefix(before).removesuffix(after), value
             elif name == self.key:
@@ -91,19 +91,19 @@ METRICS = tuple(
         ("heartbeat_dropped_lines_total", "beat", "dropped", "Lines that could not be written."),
     )
 )  # fmt: skip
-"""Every metric. All have the label `rank`; some `stage` or `reason` too."""
+"""All metrics have the label `rank`; some also have `stage` or `reason`."""
 
 
 class MetricsServer(AbstractContextManager["MetricsServer"]):
-    """Serves metrics to Prometheus. For `Heartbeat(on_metrics=[…])`; or call `add_line`."""
+    """Serves metrics to Prometheus. Pass it to `Heartbeat(on_metrics=[…])`, or call `add_line`."""
 
     def __init__(
         self, port: int, addr: str = "127.0.0.1", *, setting: str = "metrics_port"
     ) -> None:
-        """Start serving at a port; 0 takes a free one, which is `port` then.
+        """Start serving at a port; 0 chooses a free one and sets `port`.
 
-        setting: what errors call the port. Any client that can reach `addr` can read the metrics,
-        which contain neither text nor file names.
+        setting: the name of the port in errors. Any client that can reach `addr` can read the
+        metrics, which contain neither text nor file names.
         """
         try:
             from prometheus_client import CollectorRegistry, start_http_server
@@ -111,7 +111,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
             raise missing_extra("prometheus_client", "serving metrics", "metrics") from None
         self._lock = threading.Lock()
         self._values: dict[tuple[int, Metric, str], float] = {}
-        """By rank, metric and label."""
+        """Values by rank, metric and label."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
@@ -126,7 +126,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
         self.url = f"http://{f'[{addr}]' if ':' in addr else addr}:{self.port}/metrics"
 
     def add_line(self, line: Mapping[str, Any]) -> None:
-        """Take in a heartbeat line, of any rank."""
+        """Update the metrics from a heartbeat line of any rank."""
         rank, msg = line["rank"], kind(line)
         values = numbers(line) | {name: line[name] for name in ("ts", "step") if name in line}
         values |= {"is/line": 1.0, "is/running": float(msg != "shutdown")}
@@ -137,7 +137,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
         elif msg == "steady_state" or (msg == "boot" and not line.get("rotated")):
             values["is/steady"] = float(msg == "steady_state")
         with self._lock:
-            if msg == "boot" and not line.get("rotated"):  # a new process; sums continue
+            if msg == "boot" and not line.get("rotated"):  # a new process; sums are kept
                 self._values = {k: v for k, v in self._values.items() if k[0] != rank or k[1].add}
             for metric in METRICS:
                 for label, value in metric.find(msg, line, values):
@@ -146,7 +146,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
                     self._values[key] = so_far + value * metric.scale
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics; called for each scrape."""
+        """Yield the metrics. Called for each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -162,7 +162,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
                 yield family
 
     def close(self) -> None:
-        """Stop serving, and end the thread. May be called again."""
+        """Stop serving and join the thread. Safe to call again."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)
@@ -172,7 +172,7 @@ class MetricsServer(AbstractContextManager["MetricsServer"]):
 
 
 def wandb_hook(run: Any) -> Hook:
-    """Return a hook that logs to `run`, as `wandb.init()` gives it."""
+    """Return a hook that logs to `run`, the result of `wandb.init()`."""
     return lambda step, values: run.log(values, step=step)
 
 

@@ -1,9 +1,8 @@
 """Judge a run by its heartbeat: ok, warn or fail, with reasons.
 
-Averages are taken over the last `for_s` seconds and at least `for_steps` steps, without their worst
-step. They are not judged in a grace period: from the start, a resume or a recompilation until the
-steady state, or until a cap. A loss that is not finite, a silent process, a step that does not end
-and an error of the loader count at once.
+Averages cover the last `for_s` seconds and at least `for_steps` steps, without the worst step. They
+are not judged in a grace period: from the start, a resume or a recompilation until the steady state
+or a cap. A non-finite loss, a missing heartbeat, a hung step and a loader error count at once.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from penstock.watch.heartbeat_reader import (
 Status = Literal["ok", "warn", "fail"]
 
 LOOKS = 30
-"""Number of comparisons of the averages with the limits within `for_s`."""
+"""The number of comparisons of averages with limits per `for_s`."""
 LAST_BYTES = 16 * MiB
-"""Bytes read from the end of each file, about 25,000 steps. Older lines do not affect the
+"""Bytes to read from the end of each file: about 25,000 steps. Older lines do not affect the
 verdict."""
 
 
@@ -47,14 +46,14 @@ class Limits:
     max_data_wait_pct: Maximum share of the time spent waiting for data, in per cent.
     max_fetch_p95_ms: Maximum 95th percentile of the time in next(), in milliseconds.
     max_heartbeat_age_s: Maximum seconds since the last line of a run that has not ended. A larger
-        value finds a dead process later.
-    max_step_s: Maximum seconds without a finished step. A larger value finds a hung collective
+        value detects a dead process later.
+    max_step_s: Maximum seconds without a finished step. A larger value detects a hung collective
         later.
     finite_loss: Fail at once if the loss is not finite.
     for_s: Seconds to average over. A larger value gives fewer and later alarms.
-    for_steps: Steps to average over at least. A larger value gives fewer and later alarms.
-    grace_s: Longest grace period during warmup, in seconds. A larger value leaves a run that never
-        gets steady unjudged longer.
+    for_steps: Minimum steps to average over. A larger value gives fewer and later alarms.
+    grace_s: Longest grace period during warmup, in seconds. With a larger value, a run that never
+        becomes steady stays unjudged longer.
     grace_steps: The same in steps.
     """
 
@@ -84,17 +83,17 @@ class RankHealth:
 
     status: Status
     reasons: tuple[str, ...]
-    """What is wrong, with the value and the limit; otherwise what the run is doing."""
+    """The problems, with value and limit; otherwise the state of the run."""
     grace: bool
     judged: bool
     """True if the run was long enough to compare averages with the limits."""
     known: bool
-    """True if the rank has reported a step, or why it could not take one."""
+    """True if the rank has reported a step or an error."""
     rank: int | None
     step: int
     world_size: int | None = None
     ended: str | None = None
-    """Why the run ended; None if it wrote no shutdown line."""
+    """The reason of the shutdown; None without a shutdown line."""
     age_s: float | None = None
     loss: float | str | None = None
     tokens_per_s: float | None = None
@@ -102,7 +101,7 @@ class RankHealth:
     fetch_p95_ms: float | None = None
 
     def line(self) -> str:
-        """Return one line for people."""
+        """Return a readable line."""
         parts = [f"step {self.step}"]
         values = ((text, getattr(self, name)) for name, text in CHECKS.values())
         parts += [text.format(value) for text, value in values if value is not None]
@@ -117,7 +116,7 @@ class RankHealth:
 def judge_rank(
     lines: Iterable[Mapping[str, Any]], now: float | None = None, limits: Limits | None = None
 ) -> RankHealth:
-    """Judge one rank by its heartbeat lines, at a Unix time or at that of the last line."""
+    """Judge one rank by its heartbeat lines, at a Unix time or that of the last line."""
     gate = HealthGate(limits)
     for line in lines:
         gate.add(line)
@@ -125,7 +124,7 @@ def judge_rank(
 
 
 class HealthGate:
-    """Judges one rank from its lines, as they are written or afterwards."""
+    """Judges one rank by its lines, during the run or afterwards."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -136,7 +135,7 @@ class HealthGate:
         self._begin("start")
 
     def _begin(self, reason: str) -> None:
-        """Another process begins."""
+        """Reset for another process of the run."""
         self._step: Mapping[str, Any] | None = None
         self._compiles = math.inf
         self._since_step_s = 0.0
@@ -149,10 +148,10 @@ class HealthGate:
     def _open_grace(self, reason: str) -> None:
         self._grace, self._reason = True, reason
         self._times, self._tokens = array("d"), array("d")
-        """Of the steps in the grace period."""
+        """Times and tokens of the steps in the grace period."""
         self._next_analysis = 0
         self._seconds = 0.0
-        """Time of the steps in the grace period, then in the window."""
+        """Total time of the steps in the grace period, then in the window."""
         self._window: deque[tuple[float, float | None, float | None]] = deque()
         """Seconds, tokens and data wait of the last steps."""
         self._averages: dict[str, float] = {}
@@ -182,7 +181,7 @@ class HealthGate:
             self._report()
 
     def verdict(self, now: float | None = None) -> RankHealth:
-        """Return the rank's verdict, at a Unix time or at that of its last line."""
+        """Return the verdict, at a Unix time or that of the last line."""
         if self._grace and self._times:
             self._end_grace_if_steady()  # steps since the last analysis may have confirmed it
         self._look()
@@ -214,9 +213,9 @@ class HealthGate:
 
     def _progress(self, line: Mapping[str, Any]) -> None:
         if self._step is not None and line["step"] <= self._step["step"]:
-            self._begin("resume")  # its boot line was lost
+            self._begin("resume")  # the boot line was lost
         compiles = number(line.get("compiles"))
-        # A run that recompiles at every step would never be judged, so a cap ends this for good.
+        # After a cap there are no new grace periods: a run that recompiles at every step is judged.
         if compiles is not None and compiles > self._compiles and not (self._grace or self._capped):
             self._open_grace("recompilation")
         self._compiles = self._compiles if compiles is None else compiles
@@ -248,7 +247,7 @@ class HealthGate:
             self._look()
 
     def _end_grace_if_steady(self) -> None:
-        from penstock.watch.steady_state import analyze_steps  # on use: it imports numpy
+        from penstock.watch.steady_state import analyze_steps  # imports numpy
 
         assert self._step is not None
         first = self._step["step"] - len(self._times) + 1
@@ -261,14 +260,14 @@ class HealthGate:
         return steps > self.limits.for_steps and seconds >= self.limits.for_s
 
     def _look(self) -> None:
-        """Compare averages with the limits. One that is broken stays so until it held for `for_s`."""
+        """Compare averages with limits. A violation lasts until the limit has held for `for_s`."""
         if not self._window:
             return
-        import numpy as np  # on use: it takes longer than the rest of a command
+        import numpy as np  # imported on use, because it takes longer than the rest of a command
 
         self._looked = self._last["mono"]
         dt, tokens, waits = np.array(self._window, dtype=np.float64).T  # None is NaN
-        # The worst step is left out: one checkpoint must not raise an alarm.
+        # Excludes the worst step, because one checkpoint must not raise an alarm.
         slow, waited = (np.argsort(x)[: max(1, len(x) - 1)] for x in (dt, waits))
         found = {
             "tokens_per_s": tokens[slow].sum() / dt[slow].sum(),
@@ -317,7 +316,7 @@ class HealthGate:
         return "within limits" if self._judged() else f"{what}: {need}"
 
     def _judged(self) -> bool:
-        """Return whether averages, if there is a limit for one, were compared with it."""
+        """Return True if averages were compared with the limits, or none is limited."""
         limited = any(getattr(self.limits, limit) is not None for limit in CHECKS)
         return not self._grace and (not limited or self._full(len(self._window), self._seconds))
 
@@ -333,20 +332,20 @@ class HealthGate:
 
 @dataclass(frozen=True)
 class RunHealth:
-    """The health of a run: a verdict for each file, and what could not be judged."""
+    """The health of a run: a verdict per file, and reasons why others are unknown."""
 
     verdicts: dict[Path, RankHealth]
     unknown: list[str]
 
     @property
     def exit_code(self) -> int:
-        """0: healthy, or warming up. 1: unhealthy. 2: cannot tell."""
+        """Exit code: 0 if healthy or warming up, 1 if unhealthy, 2 if unknown."""
         if any(verdict.status == "fail" and verdict.known for verdict in self.verdicts.values()):
             return 1
         return 2 if self.unknown or not self.verdicts else 0
 
     def summary(self) -> str:
-        """Return the answer in a few words."""
+        """Return the verdict in a few words."""
         found = self.verdicts.values()
         if self.exit_code == 1:
             failed = sum(verdict.status == "fail" for verdict in found)
@@ -374,7 +373,7 @@ def judge_run(
     for path in expand(patterns):
         try:
             verdict = judge_rank(read_heartbeat(path, LAST_BYTES), now, limits)
-            if not verdict.known:  # perhaps hours of beats since the last step
+            if not verdict.known:  # the last step may be hours of beats ago
                 verdict = judge_rank(read_heartbeat(path), now, limits)
         except (PenstockError, OSError) as error:
             unknown.append(f"{path}: {error}")
@@ -382,7 +381,7 @@ def judge_run(
         verdicts[path] = verdict
         unknown += [] if verdict.known else [f"{path}: no step in it yet"]
     if verdicts and any(Path(pattern).expanduser().is_dir() for pattern in patterns):
-        # The rank that wrote last knows: other files may be of a start with more ranks.
+        # The newest file decides: others may be left from a start with more ranks.
         newest = min(verdicts.values(), key=lambda verdict: verdict.age_s or 0.0)
         there = {verdict.rank for verdict in verdicts.values()}
         if lacking := missing_ranks(newest.world_size, there):

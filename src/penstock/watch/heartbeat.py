@@ -1,9 +1,9 @@
-"""Write the heartbeat of a run: a line for every step, and a sign of life between steps.
+"""Write the heartbeat of a run: a line for every step, and beats between steps.
 
 The trainer's thread puts an event on a queue and never waits. A `logging.handlers.QueueListener`
-takes it from there on a thread of its own: it appends a line to `heartbeat_rank{N}.jsonl`, passes
-the numbers to the metric hooks and judges the run's health. Torch is never imported here: a process
-without torch has no tensors.
+handles it on a separate thread: it appends a line to `heartbeat_rank{N}.jsonl`, passes the numbers
+to the metric hooks and judges the run's health. Never imports torch: a process without torch has no
+tensors.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from penstock.watch.heartbeat_reader import FOLDER, Line, numbers
 log = logging.getLogger("penstock")
 
 Hook = Callable[[int, dict[str, float]], None]
-"""Called with a step and its numbers. Names are those of the fields; nested ones have a slash."""
+"""Called with a step and its numbers by field name; nested names are joined by a slash."""
 
 DEVICE_WAIT_S = 10.0
-"""How long a line waits for a value that a device is computing. Then it is written without it."""
+"""How long a line waits for a value from a device before it is written without the value."""
 DEVICE_POLL_S = 0.05
 MAX_TEXT = 200
 MAX_DEPTH = 5
 
 
 class Heartbeat:
-    """Records a run. A context manager: call `progress` once a step and `close` at the end.
+    """Records a run. A context manager: call `progress` once per step and `close` at the end.
 
-    A disk that is full, slow or gone never delays a step and never ends a run: it is logged once,
-    and the lines that it costs are counted.
+    A full, slow or missing disk never delays a step or ends a run: the failure is logged once, and
+    lost lines are counted.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class Heartbeat:
         resumed: bool = False,
         limits: Limits | None = None,
     ) -> None:
-        """Prepare a heartbeat. `start`, `with`, or the first `progress` or `event` starts it.
+        """Create a heartbeat. `start`, `with`, or the first `progress` or `event` starts it.
 
         path: a folder, or a file whose name ends in `.jsonl`. With several ranks, a folder.
-        rank, world_size: those of `torch.distributed` or of the launcher by default.
-        observed: the loader's telemetry, or another object with `step_fields`, which is called on
-            the trainer's thread, and `beat_fields` and `take_events`.
+        rank, world_size: by default those of `torch.distributed` or of the launcher.
+        observed: the loader's telemetry, or another object with `step_fields`, called on the
+            trainer's thread, and `beat_fields` and `take_events`.
         every_s: seconds between beats. A larger value detects a hang later.
-        max_bytes, keep: the size at which the file is rotated, and how many old parts are kept.
-        queue: lines that may wait for the disk. A larger queue loses fewer if the disk is slow.
-        prefix: names the loader's events; `fineweb_loader_` for FineWeb-Edu.
-        on_metrics: functions that are called with each step and its numbers; a `MetricsServer` gets
+        max_bytes, keep: the size at which the file is rotated, and the number of old parts to keep.
+        queue: lines that may wait for the disk. A longer queue loses fewer if the disk is slow.
+        prefix: prefix of the loader's events; `fineweb_loader_` for FineWeb-Edu.
+        on_metrics: functions to call with each step and its numbers; a `MetricsServer` receives
             every line.
-        settings, resumed: written into the `boot` line.
-        limits: what the health gate checks. By default only that the loss is finite.
+        settings, resumed: written to the `boot` line.
+        limits: the limits of the health gate. By default, only that the loss is finite.
         """
         shard = current_shard()
         self.rank = whole_number("rank", shard.rem if rank is None else rank, 0)
@@ -105,14 +105,14 @@ class Heartbeat:
         self._events: queue_.SimpleQueue[Any] = queue_.SimpleQueue()
         self._listener = _Listener(self)
         self._head: tuple[Any] | None = None
-        """Taken from the queue, but perhaps not computed yet."""
+        """The next event, whose values a device may still be computing."""
         self._step = self._steps = self._tokens = 0
         self._last_step = self._begun = time.monotonic()
         self._next_beat = self._deadline = math.inf
         self._started = self._closing = False
         self._finished = threading.Event()
         self._last: tuple[_Event, Line] | None = None
-        """The last progress."""
+        """The last `progress` event and its line."""
 
     def start(self) -> Heartbeat:
         """Start the thread. A second call does nothing."""
@@ -120,7 +120,7 @@ class Heartbeat:
             self._started, self._begun = True, time.monotonic()
             self._next_beat = self._begun + self._every_s
             self._put(self._new("boot", {})._replace(step=0))
-            with suppress(OSError):  # then each line is counted as lost
+            with suppress(OSError):  # each line then counts as lost
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             atexit.register(self.close, "not closed", 2.0)
             self._listener.start()
@@ -135,7 +135,7 @@ class Heartbeat:
         the heartbeat's thread once it is computed, so do not change it in place.
         """
         self.start()
-        self._take_events()  # they belong to the step before
+        self._take_events()  # they belong to the previous step
         self._step, self._steps = operator.index(step), self._steps + 1
         self._last_step = time.monotonic()
         more |= {"loss": loss, "grad_norm": grad_norm, "tokens": tokens}
@@ -149,9 +149,9 @@ class Heartbeat:
         self._put(self._new(msg, {name: _readable(value) for name, value in fields.items()}))
 
     def close(self, reason: str = "end", timeout: float = 5.0) -> bool:
-        """Write what is queued and a `shutdown` line, and end the thread. May be called again.
+        """Write queued lines and a `shutdown` line, and stop the thread. Safe to call again.
 
-        Returns False if that takes longer than `timeout`, or if the last line cannot be written.
+        Return False if that takes longer than `timeout`, or if the last line cannot be written.
         """
         first = self._started and not self._closing
         if first:
@@ -162,8 +162,8 @@ class Heartbeat:
         self._closing = True
         if not self._started:
             return True
-        # `stop` waits without a limit, and a write or a hook may hang: then the thread, a daemon,
-        # is left behind.
+        # `stop` waits without a limit, but a write or a hook may hang. The thread is a daemon, so
+        # it can be abandoned.
         if not self._finished.wait(timeout):
             self._fail("errors", f"the thread hangs; {self._events.qsize()} lines are not written")
             return False
@@ -173,7 +173,7 @@ class Heartbeat:
         return self._file.ok
 
     def counts(self) -> dict[str, int]:
-        """Return how many lines were dropped, and how many writes, hooks and other calls failed."""
+        """Return the numbers of dropped lines, failed writes and other failed calls."""
         return {name: self._failures[name] for name in ("dropped", "disk_failures", "errors")}
 
     def __enter__(self) -> Heartbeat:
@@ -192,7 +192,7 @@ class Heartbeat:
             log.warning("heartbeat: %s. The run continues; logged once.", text, exc_info=error)
 
     def _ask(self, method: str) -> Any:
-        """Ask the loader's telemetry, if there is one."""
+        """Call a method of the loader's telemetry, if there is one."""
         return {} if self._observed is None else self._call(getattr(self._observed, method)) or {}
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -203,7 +203,7 @@ class Heartbeat:
             self._fail("errors", f"{function!r} failed at step {self._step}", error)
 
     def _take_events(self) -> None:
-        """Queue the events of the loader since the last call."""
+        """Queue new events of the loader."""
         for ts, mono, msg, fields in self._ask("take_events"):
             self._put(_Event(ts, mono, msg, fields, self._step))
 
@@ -213,10 +213,10 @@ class Heartbeat:
         else:
             self._events.put(event)
 
-    # The heartbeat's thread
+    # On the heartbeat's thread
 
     def _next_event(self) -> Any:
-        """Return a beat if one is due, or the next event once devices have computed its values."""
+        """Return a beat if one is due, or the next event once its values are computed."""
         while True:
             now = time.monotonic()
             if now >= self._next_beat and not self._closing:
@@ -236,7 +236,7 @@ class Heartbeat:
                 self._finished.wait(DEVICE_POLL_S)  # not set before the end
 
     def _is_ready(self, event: _Event | None, now: float) -> bool:
-        """Return True if devices have computed the event's values, or if it is late."""
+        """Return True if the event's values are computed, or if it cannot wait any longer."""
         if event is None or now > min(event.mono + DEVICE_WAIT_S, self._deadline):
             return True
         return self._events.qsize() >= self._queue_size or not _uncomputed(event.fields)
@@ -255,7 +255,7 @@ class Heartbeat:
         }
 
     def _handle(self, event: _Event) -> None:
-        """Write a line, pass it on and judge it. No error ends the thread."""
+        """Write a line, pass it to hooks and judge it. Errors do not end the thread."""
         try:
             line = self._line(event)
             self._write(line)
@@ -282,7 +282,7 @@ class Heartbeat:
                 self._call(hook, line["step"], numbers(line))
 
     def _line(self, event: _Event) -> Line:
-        """Return the fields of a line."""
+        """Return the line of an event."""
         late = _uncomputed(event.fields)
         msg, fields = event.msg, plain({k: v for k, v in event.fields.items() if k not in late})
         if msg == "boot":
@@ -298,7 +298,7 @@ class Heartbeat:
         return first | {name: value for name, value in fields.items() if name not in first}
 
     def _add_rates(self, event: _Event, fields: Line) -> None:
-        """Add what can be measured without a loader's telemetry."""
+        """Add rates and memory, which do not need a loader's telemetry."""
         if self._last is not None and event.step == self._last[0].step + 1:
             fields.setdefault("dt_step_s", round(event.mono - self._last[0].mono, 6))
         tokens = fields.get("tokens")
@@ -311,7 +311,7 @@ class Heartbeat:
 
 
 class _Event(NamedTuple):
-    """A line before it is written."""
+    """An event to write as a line."""
 
     ts: float
     mono: float
@@ -321,7 +321,7 @@ class _Event(NamedTuple):
 
 
 class _Listener(QueueListener):
-    """Calls the heartbeat for the next event and to handle it, on a thread of its own."""
+    """The heartbeat's thread: gets the next event from the heartbeat and handles it there."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         super().__init__(heartbeat._events)
@@ -340,17 +340,17 @@ class _Listener(QueueListener):
 
 
 class _File(RotatingFileHandler):
-    """Appends lines to a file that is rotated by size. Counts lines that cannot be written."""
+    """Appends lines to a file with rotation by size. Counts lines that cannot be written."""
 
     def __init__(self, heartbeat: Heartbeat, max_bytes: int, keep: int) -> None:
         path = heartbeat.path
         super().__init__(path, "a", max_bytes, keep, "utf-8", delay=True, errors="replace")
         self._heartbeat = heartbeat
         self.ok = True
-        """False if the last line could not be written."""
+        """False if the last write failed."""
         with suppress(OSError), open(path, "rb+") as file:
             if file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
-                file.write(b"\n")  # a kill has cut off the last line
+                file.write(b"\n")  # the last line was truncated by a kill
 
     def emit(self, record: logging.LogRecord) -> None:
         before = self._heartbeat.counts()["disk_failures"]
@@ -358,7 +358,7 @@ class _File(RotatingFileHandler):
         self.ok = self._heartbeat.counts()["disk_failures"] == before
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, on a new line after one of which only a part was written."""
+        """Return the line, after a newline if the last write may have been partial."""
         return record.getMessage() if self.ok else f"\n{record.getMessage()}"
 
     def doRollover(self) -> None:  # noqa: N802 - a name of logging
@@ -370,7 +370,7 @@ class _File(RotatingFileHandler):
         self._heartbeat._failures["dropped"] += 1
         text = f"{self.baseFilename} cannot be written ({sys.exc_info()[1]})"
         self._heartbeat._fail("disk_failures", text)
-        with suppress(OSError):  # what is buffered cannot be written either
+        with suppress(OSError):  # flushing the buffer fails too
             self.close()
 
 
@@ -379,12 +379,12 @@ def _record(line: Line) -> logging.LogRecord:
 
 
 class _DeviceValue:
-    """A tensor on a device. Reading it on the trainer's thread would wait for the device."""
+    """A tensor on a device, which must not be read on the trainer's thread: that would wait."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor, self._computed = tensor.detach(), None
         if tensor.device.type == "cuda":
-            # Reading blocks until the value is computed, and a hanging device would stop the beats.
+            # Reading waits for the value, so a hung device would stop the beats.
             cuda: Any = sys.modules["torch"].cuda
             self._computed = cuda.Event()
             self._computed.record(cuda.current_stream(tensor.device))
@@ -397,12 +397,12 @@ class _DeviceValue:
 
 
 def _uncomputed(fields: Mapping[str, Any]) -> list[str]:
-    """Return the fields that a device has not computed yet."""
+    """Return the names of fields that a device has not computed yet."""
     return [k for k, v in fields.items() if isinstance(v, _DeviceValue) and not v.is_ready()]
 
 
 def _readable(value: Any) -> Any:
-    """Return what to queue of a value. Reads tensors on the CPU, which may change after the step."""
+    """Return a value to queue. Reads CPU tensors now, because they may change after the step."""
     if not hasattr(value, "device") or not hasattr(value, "detach"):
         return value
     if hasattr(value, "to_local") or value.numel() != 1:  # a DTensor takes all ranks to read
@@ -411,14 +411,14 @@ def _readable(value: Any) -> Any:
 
 
 def compile_count() -> int | None:
-    """Return how many graphs torch has compiled so far, or None if it has not been asked to."""
-    # Not a public name of torch: without it the field is missing.
+    """Return the number of graphs that torch has compiled, or None if it has not compiled any."""
+    # Not a public name of torch; without it, the field is omitted.
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return None if counters is None else int(counters["stats"]["unique_graphs"])
 
 
 def _memory() -> dict[str, int]:
-    """Return the memory of this process, and on its device if it has one."""
+    """Return the memory of this process, on the host and on CUDA."""
     found = {}
     with suppress(OSError), open("/proc/self/statm", "rb") as file:  # Linux
         found["rss_bytes"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -429,7 +429,7 @@ def _memory() -> dict[str, int]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what takes part in a run."""
+    """Return the versions of Python and of the main libraries."""
     names = ("penstock", "torch", "numpy", "pyarrow", "gigatoken", "tokenizers")
     found = {name: version for name in names if (version := installed_version(name))}
     return {"python": platform.python_version()} | found
@@ -445,14 +445,14 @@ def iso(ts: float) -> str:
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """Return one line of JSON."""
+    """Return fields as a line of JSON."""
     text = json.dumps(plain(fields), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    # File names may hold bytes that are not UTF-8.
+    # File names may contain bytes that are not UTF-8.
     return text.encode("utf-8", "replace") + b"\n"
 
 
 def plain(fields: Mapping[str, Any]) -> Line:
-    """Return fields that JSON can hold."""
+    """Return fields converted to JSON types."""
     loss = _plain(fields.get("loss"), 0)
     if isinstance(loss, float) and not math.isfinite(loss):
         fields = {**fields, "loss": str(loss)}
@@ -472,7 +472,7 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, os.PathLike | str):
         return str(value)
     try:
-        scalar = value.item()  # of numpy; arrays refuse
+        scalar = value.item()  # a numpy scalar; arrays raise
     except Exception:  # not a number
         scalar = None
     return scalar if type(scalar) in (bool, int, float) else repr(value)[:MAX_TEXT]

@@ -1,7 +1,7 @@
-"""Read heartbeat files: all at once, or while they grow.
+"""Read heartbeat files, at once or while they grow.
 
 A heartbeat is `heartbeat_rank{N}.jsonl` and its rotated parts, `….jsonl.1` (the newest) to
-`….jsonl.N`. Lines that are cut off, too long or not a heartbeat's are skipped and counted.
+`….jsonl.N`. Truncated, overlong and invalid lines are skipped and counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.types import MiB
 
 Line = dict[str, Any]
 Event = tuple[float, float, str, dict[str, Any]]
-"""Unix time, monotonic time, message and fields of a line to be."""
+"""Unix time, monotonic time, message and fields of a future line."""
 
 FOLDER = Path("artifacts/train_showcase")
 """The default folder of a run."""
@@ -30,13 +30,13 @@ HINT = "Has the run started, and does it write there?"
 MAX_LINE_BYTES = MiB
 """Longer lines are skipped."""
 MAX_SECONDS = 2e11
-"""Of a Unix time: the year 8307."""
+"""The largest valid Unix time, in the year 8307."""
 NOT_METRICS = frozenset(("ts", "mono", "pid", "rank", "step"))
 _PART = re.compile(r"(.+\.jsonl)\.([1-9][0-9]{0,3})")
 
 
 def parts(path: Path) -> list[Path]:
-    """Return the file and its rotated parts, those that exist, oldest first."""
+    """Return the existing file and rotated parts, oldest first."""
     names = set(os.listdir(path.parent)) if path.parent.is_dir() else set()
     rotated = [part for name in names if (part := _PART.fullmatch(name)) and part[1] == path.name]
     older = sorted((int(part[2]) for part in rotated), reverse=True)
@@ -45,9 +45,9 @@ def parts(path: Path) -> list[Path]:
 
 
 def expand(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Return the heartbeat files that names, globs and folders match, sorted by rank.
+    """Return the heartbeat files that match names, globs and folders, sorted by rank.
 
-    A rotated part stands for its file.
+    A rotated part matches its file.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -57,7 +57,7 @@ def expand(patterns: Iterable[str | os.PathLike[str]]) -> list[Path]:
         if not matched and parts(_file_of(path)):
             matched = {_file_of(path)}
         found |= matched
-    # Numbers compare as numbers, so that rank 10 comes after rank 9.
+    # Sorted by length first, so that rank 10 comes after rank 9.
     return sorted(found, key=lambda path: (len(path.name), str(path)))
 
 
@@ -69,22 +69,22 @@ def _file_of(part: Path) -> Path:
 class Tail:
     """Follows the heartbeat of one rank through rotations.
 
-    Holds no file open between two polls. Lines that are rotated away and deleted between two polls
-    are not seen.
+    Keeps no file open between polls. Lines in a rotated part that is deleted between two polls are
+    lost.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = _file_of(Path(path).expanduser())
         self.skipped = 0
-        """Lines that were cut off or not a heartbeat's."""
+        """Truncated or invalid lines."""
         self._inode, self._offset = -1, 0
-        """The file that was read last, which a rotation renames, and how far it was read."""
+        """The inode of the last file, because a rotation renames it, and the offset in it."""
 
     def poll(self, *, end: bool = False) -> Iterator[Line]:
-        """Yield the lines since the last poll; with `end` also a last one without a newline."""
+        """Yield the lines since the last poll; with `end`, also a last line without a newline."""
         with ExitStack() as stack:
             files = self._open(stack)
-            if self._inode not in files:  # a rotation may have been under way
+            if self._inode not in files:  # a rotation may be in progress
                 files = self._open(stack) or files
             if self._inode not in files:
                 self._inode, self._offset = next(iter(files), -1), 0
@@ -101,7 +101,7 @@ class Tail:
     def _open(self, stack: ExitStack) -> dict[int, BinaryIO]:
         """Open the files to read, oldest first, by inode."""
         found: dict[int, BinaryIO] = {}
-        # Newest first: a rotation meanwhile makes a file appear twice, but never hides one.
+        # Newest first: a concurrent rotation may make a file appear twice, but never hides one.
         for part in reversed(parts(self.path)):
             with suppress(FileNotFoundError):
                 file = stack.enter_context(part.open("rb"))
@@ -109,7 +109,7 @@ class Tail:
         return dict(reversed(found.items()))
 
     def decode_all(self, texts: Sequence[bytes]) -> list[Line]:
-        """Return the valid lines, and count the others."""
+        """Return the valid lines. Count the others as skipped."""
         texts = [text for text in texts if text.strip()]
         found = [decode(text) for text in texts if len(text) <= MAX_LINE_BYTES]
         lines = [line for line in found if line is not None]
@@ -118,7 +118,7 @@ class Tail:
 
 
 def read_heartbeat(path: str | os.PathLike[str], last_bytes: int | None = None) -> list[Line]:
-    """Return the heartbeat of one rank; with `last_bytes` its boot line and the last lines."""
+    """Return the heartbeat of one rank; with `last_bytes`, its boot line and the last lines."""
     tail = Tail(path)
     found = parts(tail.path)
     if not found:
@@ -137,22 +137,22 @@ class Follower:
         self.tails: dict[Path, Tail] = {}
 
     def poll(self) -> Iterator[Line]:
-        """Yield the lines that were added since the last poll, of all ranks."""
+        """Yield new lines of all ranks since the last poll."""
         for path in expand(self._patterns):
             self.tails.setdefault(path, Tail(path))
         for tail in self.tails.values():
             yield from tail.poll()
 
     def notes(self) -> list[str]:
-        """Return what a reader should know about the files."""
+        """Return notes on missing files and skipped lines."""
         notes = [] if self.tails else [f"waiting for {', '.join(self._patterns)}"]
         if skipped := sum(tail.skipped for tail in self.tails.values()):
-            notes.append(f"skipped {skipped} lines that are cut off or not a heartbeat's")
+            notes.append(f"skipped {skipped} truncated or invalid lines")
         return notes
 
 
 def missing_ranks(world_size: int | None, there: Collection[int | None]) -> str:
-    """Say which ranks of a run left no heartbeat; empty if none is missing."""
+    """Describe which ranks of a run left no heartbeat; empty if none is missing."""
     absent = [rank for rank in range(world_size or 0) if rank not in there]
     if not absent:
         return ""
@@ -160,7 +160,7 @@ def missing_ranks(world_size: int | None, there: Collection[int | None]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks, of many only the first."""
+    """Return the ranks as text, at most the first 12."""
     more = f" and {len(ranks) - 12:,} more" if len(ranks) > 12 else ""
     return ", ".join(map(str, ranks[:12])) + more
 
@@ -181,7 +181,7 @@ def number(value: Any) -> float | None:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a line, nested ones as `outer/inner`, a non-finite loss as a float."""
+    """Return the metrics of a line: nested ones as `outer/inner`, a non-finite loss as a float."""
     found: dict[str, float] = {}
     for name, value in line.items():
         if name not in NOT_METRICS and (known := number(value)) is not None:
@@ -194,7 +194,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def decode(line: bytes) -> Line | None:
-    """Return the fields of a line, or None if it is not a complete line of a heartbeat."""
+    """Return the fields of a line, or None if it is not a complete heartbeat line."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -213,7 +213,7 @@ def _is_heartbeat(line: Line) -> bool:
 
 
 def step_seconds(line: Mapping[str, Any], previous_mono: float | None) -> float | None:
-    """Return the time of a step: as recorded, or else by the clock, without named pauses."""
+    """Return the recorded time of a step, or else the time since the last line without pauses."""
     dt = number(line.get("dt_step_s"))
     if dt is None and previous_mono is not None:
         pauses = numbers({"paused": line.get("paused")})

@@ -1,4 +1,4 @@
-"""What a loader has done: `Stats`, and the sums it is made of."""
+"""The statistics of a loader, accumulated over its pipelines."""
 
 from __future__ import annotations
 
@@ -17,85 +17,85 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 FAULT = "fault "
-"""Prefix of a pipeline's counts by reason of a failed attempt."""
+"""Prefix of the counters of failed attempts, followed by the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a loader has done since it was created or a state was loaded."""
+    """Statistics of a loader since it was created or a state was loaded."""
 
     batches: int
     tokens: int
-    """Input ids handed out, padding included."""
+    """Input ids returned, padding included."""
     documents: int = 0
-    """Documents read into the stream, including batches that are not yet handed out."""
+    """Documents read into the stream, including buffered batches."""
     text_bytes: int = 0
     queue_depth: int = 0
     wait_s: float = 0.0
     """Time spent in `next`."""
     wall_s: float = 0.0
-    """Time from the first `next` to the end of the last one, without pauses."""
+    """Time from the first call of `next` to the end of the last one, without pauses."""
     empty: int = 0
     filtered: int = 0
-    """Documents that a filter or transform left out."""
+    """Documents that a filter or transform dropped."""
     bad: dict[str, int] = field(default_factory=dict)
     """Rejected records by reason."""
     cropped_tokens: int = 0
     padded_tokens: int = 0
     dropped_tokens: int = 0
     parts: dict[str, int] = field(default_factory=dict)
-    """For mixtures: rows of each part that were handed out."""
+    """For mixtures: rows of each part returned."""
     requests: int = 0
-    """Requests to servers, each attempt counted."""
+    """Requests to servers, counting every attempt."""
     fetched_bytes: int = 0
     """Bytes fetched from servers and used."""
     hedges: int = 0
-    """Slow reads that were sent a second time."""
+    """Slow reads that were repeated on another connection."""
     faults: dict[str, int] = field(default_factory=dict)
     """Failed attempts by reason."""
     retry_wait_ms: int = 0
-    """Time that fetch threads spent waiting between attempts, added up."""
+    """Total time that fetch threads waited between attempts."""
     cache_hits: int = 0
     """Chunks read from the token cache."""
     cache_misses: int = 0
     """Chunks that were read and tokenized."""
     cache_written: int = 0
-    """Chunks written to the cache, and those that it refused or skipped."""
+    """Chunks written to the cache; below, those that it refused or skipped."""
     cache_written_bytes: int = 0
     cache_refused: int = 0
     cache_skipped: int = 0
     cache_damaged: int = 0
-    """Damaged cache entries, which were made again."""
+    """Damaged cache entries, whose chunks were tokenized again."""
     worker_restarts: int = 0
     """Worker processes that died and were replaced."""
     next_p50_ms: float = 0.0
     next_p95_ms: float = 0.0
     next_p99_ms: float = 0.0
-    """Percentiles of the time in `next`, over the last few hundred steps."""
+    """Percentiles of the time in `next` over the last few hundred steps."""
     wait_by_stage: dict[str, float] = field(default_factory=dict)
-    """Seconds spent in `next`, by the stage that caused them."""
+    """Seconds spent in `next`, by causing stage."""
     stages: dict[str, StageTimes] = field(default_factory=dict)
-    """What each stage did, over all its threads."""
+    """The totals of each stage over all its threads."""
     fetch: dict[str, Any] = field(default_factory=dict)
-    """Where fetches spend their time, in seconds over all threads, and percentiles."""
+    """The time of fetches by phase, in seconds over all threads, and percentiles."""
     paused_s: dict[str, float] = field(default_factory=dict)
-    """Time within `loader.pause(name)`, which is not part of `wall_s`."""
+    """Time in `loader.pause(name)`, excluded from `wall_s`."""
     device_wait_s: float | None = None
-    """How long the device itself waited, if known. `wait_s` is an upper bound of it."""
+    """The time that the device itself waited, if known. `wait_s` is an upper bound."""
     verdict: str = ""
-    """Why the last steps waited and what to do, in one line."""
+    """The cause of the last steps' waits and advice, in one line."""
     memory_estimate: int = 0
-    """Bytes that queue and device are expected to take; read-ahead has the rest of `memory_limit`."""
+    """Estimated bytes of queue and device batches. Read-ahead has the rest of `memory_limit`."""
     lane_balance: float | None = None
-    """Bytes of the smallest lane as a share of the mean lane; None if lanes have no sizes."""
+    """Bytes of the smallest lane as a share of the mean; None if lanes have no sizes."""
 
     shuffle_quality: float | None = None
-    """Distinct source chunks in the last global batch, as a share of what a uniformly random order of
-    the documents would give on average; None if the data is not shuffled or has no chunks."""
+    """Distinct source chunks in the last global batch, as a share of the expected number in a
+    uniformly random order of documents; None if the data is not shuffled or has no chunks."""
 
     @property
     def data_wait(self) -> float:
-        """The share of wall time that was spent in `next`."""
+        """The share of wall time spent in `next`."""
         return self.wait_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
@@ -107,19 +107,19 @@ class SourceChunks(NamedTuple):
     """The chunks of a corpus, to measure how well a batch mixes them."""
 
     documents: np.ndarray[Any, np.dtype[Any]]
-    """How many documents each chunk has; equal numbers if that is not known."""
+    """The number of documents in each chunk; equal numbers if unknown."""
     nbytes: int
-    """Bytes of a chunk, to find the chunk of a document that is known by its offset."""
+    """Bytes per chunk, to find the chunk of a document by its offset."""
     parts: float = 1.0
-    """Parts of a chunk that ranks may read apart from each other."""
+    """The number of parts of a chunk that ranks may read separately."""
 
 
 def shuffle_quality(
     rows: Sequence[Sequence[Span]], chunks: SourceChunks, ranks: int
 ) -> float | None:
-    """Return the distinct chunks of a global batch as a share of those that a uniform order gives.
+    """Return the distinct chunks in a global batch as a share of those in a uniform order.
 
-    The batch of one rank stands for all: other ranks read other parts of chunks, as many.
+    Extrapolates from the batch of one rank: other ranks read as many other parts of chunks.
     """
     documents = {
         (span.file, span.row_group, span.offset if span.row_group is None else span.row)
@@ -141,7 +141,7 @@ def shuffle_quality(
 
 
 class LoaderStats:
-    """Adds up what the pipelines of a loader, one after the other, have counted."""
+    """Accumulates the counters of a loader's successive pipelines."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -149,7 +149,7 @@ class LoaderStats:
         self._parts: Counter[str] = Counter()
 
     def keep(self, pipeline: Pipeline, parts: dict[str, int]) -> None:
-        """Add what a pipeline that ends has counted, and the rows of each part it handed out."""
+        """Add the counters of a pipeline, and the rows of each part that it returned."""
         self._counts.update(pipeline.totals())
         self._bad.update(pipeline.bad())
         self._parts.update(parts)
@@ -163,7 +163,7 @@ class LoaderStats:
         memory_estimate: int,
         device_wait_s: float | None,
     ) -> Stats:
-        """Return everything so far, with the counts of the running pipeline."""
+        """Return the statistics so far, including the running pipeline."""
         now, gauges = copy.deepcopy(self), telemetry.gauges()
         if pipeline is not None:
             now.keep(pipeline, parts)

@@ -1,7 +1,7 @@
-"""Write a report on a run: one HTML page, the same numbers as JSON, and a few lines for a terminal.
+"""Write a report on a run: an HTML page, the same numbers as JSON, and a short text summary.
 
-Reads heartbeat files only, so the run need not have ended. Text from these files is escaped where it
-enters the page. The page requests nothing, and its policy allows no script but plotly's.
+Reads only heartbeat files, so the run need not have ended. Text from these files is escaped in the
+page. The page makes no requests, and its policy allows only its own plotly scripts.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from penstock.watch.steady_state import Floats
 Numbers = dict[str, Any]
 
 MAX_POINTS = 1600
-"""Points of a line. A screen has no more pixels."""
+"""Maximum points of a line: about the pixels of a screen."""
 MAX_BLOCKS = 100
-"""Bars of a figure, and points of a running median."""
+"""Maximum bars of a figure, and points of a running median."""
 MAX_EVENTS = 300
-"""Events that are listed, the latest."""
+"""The number of latest events to list."""
 MAX_RANKS = 64
-"""Ranks in the figure that compares them: those that wait longest."""
+"""Ranks in the comparison: those that wait longest."""
 SHOWN = ("tokens_per_s", "low", "high", "overhead_s", "overhead_pct")
-"""Numbers of the steady state that are also numbers of the run."""
+"""Numbers of the steady state to include in the numbers of the run."""
 LOG_RATIO = 10
 """An axis is logarithmic if its largest value is this many times the median."""
 
@@ -54,17 +54,17 @@ class Report:
 
     run: Run
     numbers: Numbers
-    """Plain JSON, for scripts. Unknown values are None."""
+    """Values for JSON. Unknown ones are None."""
 
     @property
     def summary(self) -> str:
-        """The verdict in a few lines, for a terminal."""
+        """The verdict in a few lines of text."""
         lines = [f"{self.numbers['headline']} [{self.numbers['band'] or 'unknown'}]"]
         lines += [f"  {clean(line)}" for line in self.numbers["sentences"]]
         return "\n".join([*lines, *(f"  ! {clean(line)}" for line in self.numbers["warnings"])])
 
     def write(self, path: str | Path) -> Path:
-        """Write the page, whole or not at all."""
+        """Write the page atomically."""
         path = Path(path).expanduser()
         write_atomically(path, self.html())
         return path
@@ -100,7 +100,7 @@ class Report:
 
 
 def report(*patterns: str | Path) -> Report:
-    """Report on the run whose heartbeats are in these files, globs or folders."""
+    """Return a report on the run whose heartbeats are in these files, globs or folders."""
     run = read_run(patterns)
     numbers = _run_numbers(run)
     numbers["headline"] = _headline(numbers)
@@ -119,8 +119,8 @@ def _resource(name: str) -> str:
 def _run_numbers(run: Run) -> Numbers:
     """Return the numbers of a run.
 
-    A run waits as long as the rank that waits longest for its own data, because the other ranks
-    wait for that one. So its data wait is that rank's.
+    The data wait of a run is that of the rank that waits longest for its own data, because the
+    other ranks wait for that rank.
     """
     steady = run.analysis()
     ranks = [_rank_numbers(rank, steady.steady_step) for rank in run.ranks.values()]
@@ -144,7 +144,7 @@ def _run_numbers(run: Run) -> Numbers:
 
 
 def _rank_numbers(rank: RankRun, steady_step: int | None) -> Numbers:
-    """Return the numbers of a rank's last attempt: waits since steady state, or of all steps."""
+    """Return the numbers of a rank's last attempt. Waits are those since steady state, if any."""
     start = rank.attempt.start
     steps, loss = rank.steps[start:], rank.column("loss", start)
     steady = start + int(np.searchsorted(steps, steady_step or 0))
@@ -185,12 +185,12 @@ def _rank_numbers(rank: RankRun, steady_step: int | None) -> Numbers:
 
 
 def _overall(rank: RankRun) -> Line:
-    """Return the newest line with totals: the last beat, completed by the shutdown."""
+    """Return the newest totals: the last beat, updated by the shutdown line."""
     return rank.beat | rank.last_event("shutdown")
 
 
 def _own_wait(one: Numbers) -> float:
-    """Return the waiting of a rank that is not for other ranks."""
+    """Return the share of time that a rank waits for its own data."""
     return float((one["data_wait_pct"] or 0.0) - one["waits_pct"].get(RANKS, 0.0))
 
 
@@ -199,7 +199,7 @@ def _worst(numbers: Numbers) -> Numbers:
     return next(one for one in numbers["ranks"] if one["rank"] == numbers["worst_rank"])
 
 
-# Words
+# Text
 
 
 def _headline(numbers: Numbers) -> str:
@@ -232,7 +232,7 @@ def _sentences(numbers: Numbers, run: Run) -> Iterator[str]:
 
 
 def _warnings(numbers: Numbers, run: Run) -> Iterator[str]:
-    """Yield what a reader must not miss. Ranks with the same warning share a line."""
+    """Yield warnings. Ranks with the same warning share a line."""
     ranks = numbers["ranks"]
     if missing := run.missing():
         yield f"{missing}. The numbers are those of the others."
@@ -270,7 +270,7 @@ def _sentence(text: str) -> str:
 
 BLUE, PALE, GREEN = "#3b82d6", "rgba(59, 130, 214, 0.45)", "#1f9d66"
 AMBER, RED, GREY = "#d98312", "#dc4a4a", "#8a93a1"
-"""Colours that can be read on white and on black: a figure cannot follow those of the page."""
+"""Colours that are readable on white and on black, because figures have no dark mode."""
 COLOURS = (BLUE, "#62b6e8", "#e0692a", "#e3a82c", GREEN, "#c06ba6", GREY, "#8f6bd0")
 STAGE_COLOURS = dict(zip(CHARGED, COLOURS, strict=True))
 BUTTONS = ["zoom2d", "pan2d", "resetScale2d", "toImage"]
@@ -324,7 +324,7 @@ class _Figures:
         figure = self._over_steps("seconds", log=times)
         self._line(figure, "step time", times, "s")
         self._line(figure, "in next()", waits, "s")
-        # A stall is recorded while its step still waits: the step after the last one.
+        # A stall is recorded before its step finishes, so it belongs to the next step number.
         stalls = [e["step"] + 1 for e in self._rank.events if e["msg"] == "stall"]
         pauses = [e["step"] for e in self._rank.events if e["msg"] == "pause"]
         marks = [("slow step", "circle-open", self._shape["spikes"]), ("stall", "x", stalls)]
@@ -339,7 +339,7 @@ class _Figures:
         return _card("step-time", "Step time", figure, " ".join(causes), wide=True)
 
     def _waits(self) -> Iterator[str]:
-        """Stacked bars: shares of a block of steps add up, those of single steps only flicker."""
+        """Yield stacked bars per block of steps, because shares of single steps are too noisy."""
         figure = self._over_steps("% of the time").update_layout(bargap=0)
         starts = [block.start for block in self._blocks]
         names = ("dt_step_s", *(f"wait_by_stage/{stage}" for stage in STAGE_COLOURS))
@@ -356,7 +356,7 @@ class _Figures:
     def _lines(
         self, name: str, title: str, unit: str, lines: dict[str, Floats], noisy: bool = False
     ) -> Iterator[str]:
-        """A figure of some columns. One that varies from step to step gets a running median."""
+        """Yield a figure of columns. Noisy ones get a running median."""
         figure = self._over_steps(unit, None if noisy else np.concatenate(list(lines.values())))
         for label, y in lines.items():
             y = np.where(np.isfinite(y), y, np.nan)
@@ -381,7 +381,7 @@ class _Figures:
         yield _card("first-batch", "Time to the first batch", figure)
 
     def _over_steps(self, unit: str, log: Floats | None = None) -> Any:
-        """Return a figure over steps, with warmup shaded and lines where the run changed."""
+        """Return a figure over steps, with the warmup shaded and changes marked."""
         figure = _figure("step", unit).update_yaxes(rangemode="tozero")
         figure.update_xaxes(range=[self._steps[0] - 0.5, self._steps[-1] + 0.5])
 
@@ -432,13 +432,13 @@ def _ranks_figure(numbers: Numbers) -> str:
 
 
 def _blocks(n: int, most: int) -> list[slice]:
-    """Divide n values into blocks of equal size."""
+    """Divide n values into at most `most` blocks of equal size."""
     length = max(1, -(-n // most))
     return [slice(begin, min(begin + length, n)) for begin in range(0, n, length)]
 
 
 def _extremes(y: Floats) -> Any:
-    """Return the rows of the smallest and largest value of each block: slow steps stay visible."""
+    """Return the rows of the extremes of each block, so that slow steps stay visible."""
     if len(y) <= MAX_POINTS:
         return slice(None)
     low, high = np.nan_to_num(y, nan=np.inf), np.nan_to_num(y, nan=-np.inf)
@@ -449,12 +449,12 @@ def _extremes(y: Floats) -> Any:
 # HTML
 
 ELSEWHERE = frozenset(("loader_ready", "steady_state", "pause"))
-"""Events that the verdict or a figure shows."""
+"""Events that are shown in the verdict or a figure instead."""
 _SCRIPT = re.compile(r"<script[^>]*>(.*?)</script>", re.DOTALL)
 
 
 def _text(value: Any) -> str:
-    """Return anything as text that is safe between tags and in an attribute."""
+    """Return a value as text that is safe between tags and in attributes."""
     return html.escape(clean(value))
 
 
@@ -491,7 +491,7 @@ def _facts(numbers: Numbers) -> Iterator[tuple[str, str, str]]:
 
 
 def _table(title: str, head: str, rows: Sequence[Sequence[Any]], text_columns: int = 9) -> str:
-    """A table in a card, numbers after the columns of text. Wide ones scroll by themselves."""
+    """Return a table in a card, with text columns before number columns. Wide tables scroll."""
     kinds = [' class="number"' * (i >= text_columns) for i in range(len(head.split(",")))]
 
     def line(tag: str, cells: Iterable[Any]) -> str:

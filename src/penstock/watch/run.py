@@ -1,8 +1,7 @@
 """A recorded or running run: the heartbeat lines of its ranks, as columns, events and beats.
 
-The report reads a whole run with `read_run`; `LiveView` shows a run to which lines are added as they
-are written. Both have the same data, and `Run.analysis` is the one answer to where the steady state
-begins.
+The report reads a whole run with `read_run`; `LiveView` shows a run while lines are added. Both use
+the same data, and `Run.analysis` determines the steady state for both.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from penstock.watch.stage_timer import CHARGED, RANKS
 from penstock.watch.steady_state import Floats, StepAnalysis, analyze_steps
 
 HIDDEN = frozenset(("ts", "iso", "mono", "pid", "rank", "step", "msg", "verdict", "data_wait_pct"))
-"""Fields of an event that are shown elsewhere."""
+"""Fields of an event that are not part of its description."""
 
 
 def describe(event: Line) -> str:
@@ -51,25 +50,25 @@ def describe(event: Line) -> str:
 
 @dataclass(slots=True)
 class Attempt:
-    """One process of a run. A resumed run has several."""
+    """One process of a rank. A resumed run has several."""
 
     boot: Line = field(default_factory=dict)
-    """Its boot line; empty if the file begins later."""
+    """The boot line; empty if the file begins after it."""
     start: int = 0
-    """The row of its first step in the columns."""
+    """The row of the first step in the columns."""
     first_event: int = 0
 
 
 @dataclass(slots=True)
 class RankRun:
-    """What one rank recorded. Steps that a later attempt repeated are replaced by it."""
+    """The record of one rank. A later attempt replaces the steps that it repeats."""
 
     rank: int
     attempts: list[Attempt] = field(default_factory=lambda: [Attempt()])
     events: list[Line] = field(default_factory=list)
-    """All lines but `progress` and `beat`, as written."""
+    """All lines except `progress` and `beat`."""
     beat: Line = field(default_factory=dict)
-    """The last beat of the last attempt; empty before the first."""
+    """The last beat of the last attempt; empty if there is none."""
     last: Line = field(default_factory=dict)
     """The last line of any kind."""
     _steps: array[int] = field(default_factory=lambda: array("q"))
@@ -97,10 +96,10 @@ class RankRun:
         return np.array(self._steps, dtype=np.int64)
 
     def column(self, name: str, start: int = 0) -> Floats:
-        """Return a number of each step from a row on, NaN where it is missing.
+        """Return a field of each step from a row on; NaN where it is missing.
 
-        Nested fields are named like `wait_by_stage/fetch`. A loss that is not finite is inf.
-        `dt_step_s` is completed from the clock where it is missing.
+        Nested fields are named like `wait_by_stage/fetch`. A non-finite loss is inf. Missing values
+        of `dt_step_s` are taken from the clock.
         """
         rows = range(len(self))[start:]
         values = self._columns.get(name, array("d"))[rows.start :]
@@ -109,7 +108,7 @@ class RankRun:
         return found
 
     def waits_pct(self, start: int) -> tuple[float | None, dict[str, float]]:
-        """Return data wait from a row on, in per cent of wall time, and its parts by stage."""
+        """Return the data wait from a row on in per cent of wall time, and its parts by stage."""
         waits, times = self.column("dt_fetch_s", start), self.column("dt_step_s", start)
         both = np.isfinite(waits) & np.isfinite(times)
         wall = float(times[both].sum())
@@ -132,7 +131,7 @@ class RankRun:
 
     @property
     def ended(self) -> str | None:
-        """Why the last attempt ended; None if it wrote no shutdown line."""
+        """The reason of the last attempt's shutdown; None without a shutdown line."""
         line = self.last_event("shutdown")
         return str(line.get("reason") or "no reason given") if line else None
 
@@ -150,9 +149,9 @@ class RankRun:
             self.events.append(line)
 
     def analysis(self, ranks: int = 1) -> StepAnalysis:
-        """Analyze the steps of the last attempt; `ranks` of the same rate run beside each other."""
+        """Analyze the steps of the last attempt, with the tokens of `ranks` equal ranks."""
         start, found = self.attempt.start, self._analysis
-        # A live view asks twice a second: of a long run only after one per cent more steps.
+        # A live view calls this twice a second, so repeat it only after one per cent more steps.
         if found is None or len(self) - start > found.steps * (1.0 if self.ended else 1.01):
             names = ("dt_step_s", "tokens", "dt_fetch_s", "compiles")
             columns = np.stack([self.column(name, start) for name in names])
@@ -167,7 +166,7 @@ class RankRun:
     def _begin(self, boot: Line) -> None:
         attempt = Attempt(boot, len(self), len(self.events))
         if not len(self) and not self.events:
-            self.attempts.clear()  # the one that has no line
+            self.attempts.clear()  # remove the empty initial attempt
         self.attempts.append(attempt)
         self.beat = {}
         self._mono = self._analysis = None
@@ -192,13 +191,13 @@ class RankRun:
         self._steps.append(step)
 
     def _replace_from(self, row: int) -> None:
-        """Drop the steps from a row on: the new attempt repeats them."""
+        """Drop the steps from a row on, which the new attempt repeats."""
         del self._steps[row:]
         for column in self._columns.values():
             del column[row:]
         for attempt in self.attempts:
             attempt.start = min(attempt.start, row)
-        if row == 0:  # a new run, in the file of an old one
+        if row == 0:  # a new run in the file of an old one
             del self.events[: self.attempt.first_event]
             self.attempts = [Attempt(self.boot)]
 
@@ -209,10 +208,10 @@ class Run:
 
     ranks: dict[int, RankRun] = field(default_factory=dict)
     skipped: int = 0
-    """Lines that were cut off or not a heartbeat's."""
+    """Truncated or invalid lines."""
 
     def add(self, line: Line) -> None:
-        """Add a line, after the earlier ones of its rank."""
+        """Add the next line of a rank."""
         rank = line["rank"]
         if rank not in self.ranks:
             self.ranks = dict(sorted({**self.ranks, rank: RankRun(rank)}.items()))
@@ -225,17 +224,17 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks by the newest boot line, at least 1."""
+        """The world size in the newest boot line, at least 1."""
         newest = max(self.ranks.values(), key=lambda rank: float(rank.boot.get("ts", 0.0)))
         size = newest.boot.get("world_size")
         return size if type(size) is int and 1 <= size < 10**7 else max(1, len(self.ranks))
 
     def analysis(self) -> StepAnalysis:
-        """Analyze the run's steps: those of the lowest rank, tokens of all ranks."""
+        """Analyze the steps of the lowest rank, with the tokens of all ranks."""
         return self.first.analysis(self.world_size)
 
     def missing(self) -> str:
-        """Say which ranks left no heartbeat; empty if none is missing."""
+        """Describe which ranks left no heartbeat; empty if none is missing."""
         return missing_ranks(self.world_size, self.ranks)
 
 
@@ -250,7 +249,7 @@ def read_run(patterns: Sequence[str | os.PathLike[str]]) -> Run:
         for line in tail.poll(end=True):
             rank = line["rank"]
             if files.setdefault(rank, path) != path:
-                raise ConfigError(f"{files[rank]} and {path} are both of rank {rank}: read one run")
+                raise ConfigError(f"{files[rank]} and {path} are both of rank {rank}: name one run")
             run.add(line)
         run.skipped += tail.skipped
     if not run.ranks:
@@ -263,9 +262,9 @@ def read_run(patterns: Sequence[str | os.PathLike[str]]) -> Run:
 STALE_S = 10.0
 """A rank without a line for this long is stale: a living process writes one every second."""
 LOST_S = 300.0
-"""After this time a stale rank is not expected to return."""
+"""A rank that is stale for this long counts as lost."""
 LONG_S = 5.0
-"""A wait or a step that takes longer is shown while it lasts."""
+"""Show a wait or a step in progress after this time."""
 EVENTS_SHOWN = 12
 COLUMNS = ("rank", "step", "loss", "tokens/s", "data wait", "queue", "last line", "state")
 COLORS = {"excellent": "green", "good": "green", "fair": "yellow", "poor": "red"}
@@ -274,7 +273,7 @@ BAD = frozenset(("loader_error", "stall", "fallback", "save_failed", "eval_skipp
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One rank at a moment."""
+    """One rank at a point in time."""
 
     run: RankRun
     now: float
@@ -290,25 +289,25 @@ class RankView:
 
     @property
     def beat(self) -> Line:
-        """The last beat; empty if a step was finished after it."""
+        """The last beat; empty if a step has finished since."""
         beat = self.run.beat
         return beat if beat and beat["step"] >= self.run.last["step"] else {}
 
     @property
     def waiting(self) -> tuple[float, str]:
-        """For how long and for what `next()` has been waiting."""
+        """The duration and the cause of the current wait in `next()`."""
         found = self.beat.get("waiting") or {"for_s": 0.0, "stage": "", "where": ""}
         return found["for_s"], clean(f"{found['stage']} {found['where']}")
 
     @property
     def trouble(self) -> tuple[bool, bool, float, float]:
-        """Sorts ranks that hold up the others first."""
+        """The sort key that puts ranks that delay others first."""
         pct, by_stage = self.run.waits_pct(-20)
         own = round((pct or 0.0) - by_stage.get(RANKS, 0.0))
         return self.run.ended is not None, not self.stale, -self.waiting[0], -own
 
     def state(self) -> str:
-        """Return what the rank is doing, in a few words."""
+        """Return the state of the rank in a few words."""
         fallback, health = self.run.last_event("fallback"), self.run.last_event("health")
         since = number(self.beat.get("since_step_s")) or 0.0
         if self.run.ended is not None:
@@ -326,7 +325,7 @@ class RankView:
         return "steady" if self.steady else "warming up"
 
     def verdict(self) -> str:
-        """Say in one line why the rank waits."""
+        """Return one line on the cause of the rank's waits."""
         if self.stale:
             return f"rank {self.run.rank} has written nothing for {seconds(self.age_s)}"
         waited, what = self.waiting
@@ -338,7 +337,7 @@ class RankView:
         return clean(recent.get("verdict", known))
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row of the table, one cell for each of COLUMNS."""
+        """Return the rank's row of the table: one cell for each of COLUMNS."""
         names = ("loss", "data_wait_pct", "queue_depth", "queue_capacity")
         loss, wait, depth, capacity = map(self.run.latest, names)
         room = "" if capacity is None else f"/{capacity:.0f}"
@@ -356,24 +355,24 @@ class RankView:
 
 @dataclass(slots=True)
 class LiveView:
-    """A run at a moment, for a terminal or for a log."""
+    """Shows a run on a terminal or in a log."""
 
     run: Run
     total_tokens: float | None = None
-    """Where the run ends; otherwise its settings may say so."""
+    """The tokens at which the run ends, if not in its settings."""
     rank: int | None = None
-    """The rank whose verdict is shown; otherwise the slowest."""
+    """The rank whose verdict is shown; None for the slowest."""
     notes: list[str] = field(default_factory=list)
     _logged: set[tuple[Any, ...]] = field(default_factory=set)
 
     def ranks(self, now: float) -> list[RankView]:
-        """Return the ranks, those that hold up the others first."""
+        """Return the ranks, those that delay others first."""
         steady = bool(self.run.ranks) and self.run.analysis().onset is not None
         views = [RankView(rank, now, steady) for rank in self.run.ranks.values()]
         return sorted(views, key=lambda view: view.trouble)
 
     def over(self, now: float) -> bool:
-        """Return whether every rank has ended or is lost."""
+        """Return True if every rank has ended or is lost."""
         going = [v for v in self.ranks(now) if v.run.ended is None and v.age_s <= LOST_S]
         return bool(self.run.ranks) and not going
 
@@ -383,7 +382,7 @@ class LiveView:
         return next((view for view in views if view.run.rank == self.rank), views[0])
 
     def progress(self) -> tuple[float | None, str]:
-        """Return the share that is done, and in words how far the run is and how long it takes."""
+        """Return the finished share, and a text with steps, time left, tokens and rate."""
         first, world = self.run.first, self.run.world_size
         step = int(first.steps[-1]) if len(first) else 0
         per_step = world * (first.latest("tokens") or 0.0)
@@ -402,7 +401,7 @@ class LiveView:
         return min(1.0, step / last_step) if last_step else None, ", ".join(words)
 
     def events(self) -> list[tuple[float, str, bool]]:
-        """Return events as (time, text, bad), oldest first; ranks that report the same are one."""
+        """Return events as (time, text, bad), oldest first, merging those that ranks share."""
         same: dict[tuple[int, str], list[Line]] = {}
         for rank in self.run.ranks.values():
             for line in rank.events[-100:]:
@@ -416,7 +415,7 @@ class LiveView:
         return sorted(found)
 
     def title(self) -> str:
-        """Say what is watched and whether it is steady."""
+        """Return a title: ranks, hosts and the steady state."""
         here, world = len(self.run.ranks), self.run.world_size
         hosts = sorted({clean(rank.boot.get("host") or "?") for rank in self.run.ranks.values()})
         ranks = f"{here} of {world} ranks" if here < world else f"{here} rank{'s' * (here != 1)}"
@@ -424,7 +423,7 @@ class LiveView:
         return f"{ranks} on {where} · {self.run.analysis().headline()}"
 
     def plain(self, now: float) -> list[str]:
-        """Return new events, a line for each rank, the progress and the verdict."""
+        """Return lines for a log: new events, each rank, the progress and the verdict."""
         if not self.run.ranks:
             return []
         new = [event for event in self.events() if event[:2] not in self._logged]
@@ -439,7 +438,7 @@ class LiveView:
         return [*lines, *missing, f"run: {self.title()}; {self.progress()[1]}", verdict]
 
     def screen(self, now: float, width: int, height: int) -> Group:
-        """Return what rich prints. The oldest events are last: a small terminal cuts them off."""
+        """Return the screen for rich. A small terminal cuts off the oldest events, at the end."""
         head = _text("penstock", "bold")
         notes = (_text(clean(note), "yellow") for note in self.notes[:3])
         if not self.run.ranks:

@@ -1,8 +1,8 @@
-"""Record what every thread does, as segments of time: the raw material of telemetry.
+"""Record the stages of every thread as segments of time, the input of telemetry.
 
-Each thread writes its own `ThreadTimeline`, so nothing is locked; other threads may read it, a
-moment late. Each task keeps a `TaskTimeline` of what was done for it, so that a wait for the task
-can be charged to the stage that caused it. A change of stage costs one or two microseconds.
+Each thread writes its own `ThreadTimeline` without a lock; other threads may read slightly old
+data. Each task has a `TaskTimeline` of the work done for it, so that a wait for the task can be
+charged to the stage that caused it. A change of stage costs one or two microseconds.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 STAGES = ("fetch", "decode", "tokenize", "pack", "batch", "copy")
-"""The stages of a pipeline, in order; the same names everywhere."""
+"""The stages of a pipeline, in order. All output uses these names."""
 COMPUTED = frozenset({"decode", "tokenize", "pack", "batch"})
-"""Stages that need a core while they last. A fetch waits for others, and a copy for a device."""
+"""Stages that use a core. A fetch waits for a server or disk, and a copy for a device."""
 RANKS = "ranks"
 """Waiting for other ranks."""
 IMPORT = "import"
 """Importing torch."""
 CHARGED = (*STAGES, RANKS, IMPORT)
-"""What time in `next` is charged to."""
+"""The stages that time in `next` is charged to."""
 WAIT = "wait"
 """Blocked on input: on a task (`TaskTimeline`) or on another thread (`ThreadTimeline`)."""
 OUT = "out"
 """Blocked on output: the next queue is full."""
 IDLE = "idle"
-"""No task was queued."""
+"""Waiting for a task."""
 
 RECENT = 512
-"""Segments kept for each thread. A longer wait is charged by its latest segments."""
+"""Segments kept per thread. A wait with more segments is charged by its latest ones."""
 
 
 class Segment(NamedTuple):
@@ -43,24 +43,24 @@ class Segment(NamedTuple):
     end: float
     stage: str
     what: Any = None
-    """The address of the data; for a wait, the timeline that was waited for."""
+    """The address of the data; for a wait, the timeline of its target."""
     cpu: float = 0.0
-    """CPU seconds that the thread used. The rest is waiting, for data or for a core."""
+    """CPU seconds of the thread. The rest is waiting for data or for a core."""
 
 
 TraceLog = deque[tuple[str, Any]]
-"""Receives segments and steps, with the name of their thread, while a trace is recorded."""
+"""The log of a trace: segments and steps, with the name of their thread."""
 
 
 class ThreadTimeline:
-    """What one thread does. Written by that thread only."""
+    """The activity of one thread. Written by that thread only."""
 
     __slots__ = ("_cpu", "_task", "bytes", "items", "log", "name", "now", "recent", "seconds")
 
     def __init__(self, name: str = "", log: TraceLog | None = None) -> None:
         self.name, self.log = name, log
         self.now: tuple[str, float, Any] = ("", perf_counter(), None)
-        """Stage, begin and data. One tuple, so that readers never see half of a change."""
+        """Stage, begin and data. One tuple, so that readers see consistent values."""
         self.recent: deque[Segment] = deque(maxlen=RECENT)
         self.seconds: dict[str, float] = {}
         self.items: dict[str, int] = {}
@@ -69,10 +69,10 @@ class ThreadTimeline:
         self._cpu = 0.0
 
     def switch(self, stage: str, what: Any = None) -> tuple[str, Any]:
-        """Enter another stage ("" for none) and return the one before, to return to."""
+        """Enter another stage ("" for none). Return the previous one, to switch back to."""
         now = perf_counter()
         before, since, of = self.now
-        # CPU time costs ten times as much to read as the clock.
+        # Reading CPU time costs ten times as much as reading the clock.
         cpu = thread_time() if stage in COMPUTED or before in COMPUTED else 0.0
         if before:
             used = cpu - self._cpu if before in COMPUTED else 0.0
@@ -113,17 +113,17 @@ class ThreadTimeline:
         self.switch(IDLE)
         task.ended = perf_counter()
         if task.after is not None:
-            task.after.after = None  # else a chain of tasks would keep all of them
+            task.after.after = None  # otherwise a chain of tasks would stay in memory
 
     def absorb(self, report: Report, what: Any) -> None:
-        """Add what a worker process did for this thread."""
+        """Add the report of a worker process that works for this thread."""
         for begin, end, stage, cpu in report.segments:
             self._keep(Segment(begin, end, stage, what, cpu))
         for stage, (items, nbytes) in report.counts.items():
             self.count(stage, items, nbytes)
 
     def report(self) -> Report:
-        """Return what was done since the last report, to be sent to another process."""
+        """Return the activity since the last report, to send to another process."""
         self.switch("")
         report = Report(
             [(s.begin, s.end, s.stage, s.cpu) for s in self.recent],
@@ -136,14 +136,14 @@ class ThreadTimeline:
 
 
 class Report(NamedTuple):
-    """What a worker process did for one task."""
+    """The activity of a worker process for one task."""
 
     segments: list[tuple[float, float, str, float]]
     counts: dict[str, tuple[int, int]]
 
 
 class TaskTimeline:
-    """What was done for one task. It does not keep the result alive."""
+    """The work done for one task. Does not keep its result alive."""
 
     __slots__ = ("after", "begun", "done", "ended", "thread")
 
@@ -156,14 +156,14 @@ class TaskTimeline:
         """The task whose result this one needs."""
 
     def segments(self) -> list[Segment]:
-        """Return what was done for it, including the current stage. For any thread."""
+        """Return the task's segments, including the current stage. For any thread."""
         if self.ended is None and self.thread is not None:
             return _with_current(list(self.done), self.thread.now)
         return self.done
 
 
 def _with_current(done: list[Segment], now: tuple[str, float, Any]) -> list[Segment]:
-    """Add the current stage as if it ended now. Its CPU time is not known yet: assume all of it."""
+    """Add the current stage as if it ended now, assuming that all its time was CPU time."""
     stage, since, what = now
     if stage and (not done or done[-1].end <= since):
         end = max(since, perf_counter())
@@ -172,7 +172,7 @@ def _with_current(done: list[Segment], now: tuple[str, float, Any]) -> list[Segm
 
 
 class Clock:
-    """Gives every thread its timeline. Unpickled in another process, it is a new clock."""
+    """Holds the timelines of all threads. Unpickles as a new clock."""
 
     on = True
 
@@ -194,7 +194,7 @@ class Clock:
         return timeline
 
     def new_timeline(self, name: str) -> ThreadTimeline:
-        """Return a timeline for a thread that has not started yet: see `adopt`."""
+        """Return a timeline for a thread that has not started yet; see `adopt`."""
         with self._lock:
             timeline = ThreadTimeline(name, self.log)
             self.timelines.append(timeline)
@@ -206,9 +206,9 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str, what: Any = None) -> Iterator[ThreadTimeline]:
-        """Time a `with` block as a stage. A stage entered within it is not counted twice.
+        """Time a `with` block as a stage, excluding stages nested in it.
 
-        The block gets the timeline, to count items on.
+        Yields the timeline, to count items.
         """
         timeline = self.timeline()
         before = timeline.switch(name, what)
@@ -218,28 +218,28 @@ class Clock:
             timeline.switch(*before)
 
     def task_timeline(self) -> TaskTimeline | None:
-        """Return a timeline for a new task, or None if nothing is measured."""
+        """Return a timeline for a new task, or None if the clock is off."""
         return TaskTimeline()
 
     def record(self, log: TraceLog | None) -> None:
-        """Append every segment of every thread to `log`, with the thread's name; None stops it."""
+        """Append all segments of all threads to `log`, with thread names. None stops recording."""
         with self._lock:
             self.log = log
             for timeline in self.timelines:
                 timeline.log = log
 
     def remove_ended(self) -> list[ThreadTimeline]:
-        """Forget the pipeline's threads, which have ended, and return their timelines."""
+        """Remove and return the timelines of the pipeline's threads, which have exited."""
         with self._lock:
             ended = [t for t in self.timelines if t.name.startswith("penstock-")]
             self.timelines[:] = [t for t in self.timelines if t not in ended]
             for timeline in self.timelines:
-                timeline.recent.clear()  # it may refer to theirs
+                timeline.recent.clear()  # may reference the removed timelines
         return ended
 
 
 class NullClock(Clock):
-    """A clock whose timelines are not read."""
+    """A clock that is off: its timelines are not kept."""
 
     on = False
 

@@ -1,9 +1,9 @@
-"""Find where warmup ends in a run's step times, and what changes after that.
+"""Find the end of warmup in a run's step times, and later changes.
 
-The steady level is that of the tail. A running median shows from which step on the run keeps to that
-level, within the noise of the tail. Later changes of level, drift and spikes are looked for after
-that step. All limits are relative, so the unit of time does not matter. The trainer, the live view,
-the report and the health gate all call `analyze_steps`.
+The steady level is that of the tail. The onset is the step after which a running median stays at
+that level, within the noise of the tail. Changes of level, drift and spikes are searched after the
+onset. All limits are relative, so the unit of time does not matter. The trainer, the live view, the
+report and the health gate all call `analyze_steps`.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ Kind = Literal["flat", "warmup", "slowdown", "no steady state", "not enough step
 MIN_STEPS = 30
 """With fewer steps, warmup and steady state cannot be distinguished."""
 LEVEL_STEPS = 20
-"""The shortest stretch that counts as a level, and the steady steps that confirm an onset."""
+"""The shortest level, and the number of steady steps that confirm an onset."""
 WINDOW = 8
 """Width of the running median. Even, so that two alternating values give their mean."""
 TOLERANCE = 0.05
-"""Levels that differ by less count as equal: clock scaling and other processes cause differences of
-this size."""
+"""Levels that differ by less count as equal: clock scaling and other processes cause such
+differences."""
 OUTLIER = 0.3
-"""A spike takes at least this much longer than the steps around it."""
+"""A spike takes at least this share longer than the steps around it."""
 UNSTABLE = 0.2
-"""A run whose level still falls or strays by this much has no steady state."""
+"""A run whose level falls or varies by this share has no steady state."""
 DEVIATIONS = 4.0
-"""Standard deviations of a rank statistic from which on a change or a trend is not chance."""
+"""Standard deviations of a rank statistic beyond which a change or a trend is significant."""
 TREND_POINTS = 300
 """Points of the all-pairs slope; longer series are thinned to medians of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A step from which on steps take longer, or less long, than before."""
+    """A lasting change of step time, from a step on."""
 
     step: int
     before_s: float
     after_s: float
     pct: float
-    """By how much longer steps take, in per cent."""
+    """The change of step time in per cent."""
     cause: str = ""
-    """What changed with it, as far as recorded: data wait, or a compilation."""
+    """The recorded cause: a change of data wait, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnalysis:
-    """How the step times of a run behave. Values are None if there is no steady state.
+    """The analysis of a run's step times. Values are None if there is no steady state.
 
     `first_step`, `steady_step`, `changes` and `spikes` have the run's own step numbers. `onset` and
     `steady_stop` count steps from the first one.
@@ -72,40 +72,40 @@ class StepAnalysis:
     steady_stop: int | None = None
     """The number of steps before the first later change, or of all steps."""
     overhead_s: float | None = None
-    """Time that the warmup steps took beyond as many steady ones."""
+    """Time of the warmup steps beyond that of as many steady steps."""
     overhead_pct: float | None = None
     """The same, in per cent of the run's time."""
     first_step_ratio: float | None = None
-    """The first step over the median steady one."""
+    """The time of the first step over the median steady step."""
     warmup_cause: str = ""
-    """What explains the warmup, as far as recorded: compilations, data wait."""
+    """The recorded causes of the warmup: compilations, data wait."""
     tokens_per_s: float | None = None
-    """Of the steady steps, spikes included. None also without token counts."""
+    """The rate of the steady steps, spikes included. Also None without token counts."""
     low: float | None = None
-    """Its 95 % interval."""
+    """The 95 % interval of the rate."""
     high: float | None = None
     p50_s: float | None = None
     """Percentiles of the steady step times."""
     p95_s: float | None = None
     p99_s: float | None = None
     drift_per_1000: float | None = None
-    """Per cent by which steady steps get slower in 1,000 steps. None if it may be chance."""
+    """Slowdown of steady steps in per cent per 1,000 steps. None if not significant."""
     changes: tuple[Change, ...] = ()
-    """Changes of level after the steady state."""
+    """Changes of level after the onset."""
     spikes: tuple[int, ...] = ()
     """Single slow steps after the onset."""
     spike_period: int | None = None
     """The interval of the spikes if they are regular, such as that of checkpoints."""
     spikes_s: float = 0.0
-    """Time that the spikes took beyond ordinary steps."""
+    """Time of the spikes beyond that of ordinary steps."""
 
     @property
     def steady_step(self) -> int | None:
-        """The run's own number of the first steady step."""
+        """The step number of the first steady step."""
         return None if self.onset is None else self.first_step + self.onset
 
     def scaled(self, ranks: int) -> StepAnalysis:
-        """Return the same with the tokens of several ranks that step together."""
+        """Return the analysis with the tokens of several ranks that step together."""
         rates = {name: getattr(self, name) for name in ("tokens_per_s", "low", "high")}
         return replace(self, **{name: rate and ranks * rate for name, rate in rates.items()})
 
@@ -120,7 +120,7 @@ class StepAnalysis:
         return asdict(self) | {"steady_step": self.steady_step}
 
     def headline(self) -> str:
-        """Say in one line whether the run is steady, and since when."""
+        """Return one line: if the run is steady, and since which step."""
         if self.onset is None:
             short = "too short to find a steady state"
             why = short if self.kind == "not enough steps" else self.kind
@@ -163,11 +163,11 @@ class StepAnalysis:
 def analyze_steps(
     times: Any, tokens: Any = None, waits: Any = None, compiles: Any = None, *, first_step: int = 0
 ) -> StepAnalysis:
-    """Analyze seconds per step: where the steady state begins, and what changes later.
+    """Analyze seconds per step: find the onset of the steady state, and later changes.
 
     `tokens` (a count per step, or one for all) gives the rate. `waits` (seconds per step) and
-    `compiles` (compilations so far, at each step) name causes; NaN means unknown. `first_step` is
-    the run's own number of the first step.
+    `compiles` (compilations so far, at each step) identify causes; NaN means unknown. `first_step`
+    is the number of the first step.
     """
     t = _column("times", times)
     n = len(t)
@@ -180,10 +180,10 @@ def analyze_steps(
     short = replace(result, kind="not enough steps")
     if n < MIN_STEPS or not total_s:
         return short if n < MIN_STEPS else result
-    x = np.maximum(t, 1e-9 * t.max())  # a step of no time at all would make ratios infinite
+    x = np.maximum(t, 1e-9 * t.max())  # a step of zero time would make ratios infinite
     edges = [0, *_changes(x), n]
     levels = [_level(x[a:b]) for a, b in pairwise(edges)]
-    # A slower stretch is warmup if it ends in the first half; later it is a change for the better.
+    # A slower level is warmup if it ends in the first half; otherwise it is an improvement.
     while len(levels) > 1 and levels[0] > levels[1] and edges[1] <= n / 2:
         del levels[0], edges[0]
     stop = edges[1]
@@ -194,7 +194,7 @@ def analyze_steps(
     edges[0] = onset
     around = np.repeat([np.median(x[a:b]) for a, b in pairwise(edges)], np.diff(edges))
     spikes = _spikes(x[onset:] / around)
-    # A recent burst may be a compilation with more to come.
+    # A recent burst may be a compilation that is followed by more.
     bursts = spikes[x[onset + spikes] > 2 * levels[0]]
     if n - onset < 2 * LEVEL_STEPS and (bursts >= n - onset - LEVEL_STEPS).any():
         return unsettled
@@ -235,7 +235,7 @@ def analyze_steps(
 
 
 def _column(name: str, values: Any, n: int | None = None) -> Floats:
-    """Return a float array, or raise ConfigError naming the first value that does not fit."""
+    """Return a float array. Raise ConfigError that names the first invalid value."""
     try:
         found = np.asarray(values, dtype=np.float64)
         found = found if n is None else np.broadcast_to(found, n)
@@ -243,7 +243,7 @@ def _column(name: str, values: Any, n: int | None = None) -> Floats:
         raise ConfigError(f"{name}: needs one number per step: {error}") from None
     if found.ndim != 1 or not found.size:
         raise ConfigError(f"{name}: needs one number per step, got shape {found.shape}")
-    # 1e15 keeps sums finite. Only times must be known for every step.
+    # 1e15 keeps sums finite. Only times are required for every step.
     fits = ((found >= 0) & (found < 1e15)) | (np.isnan(found) & (n is not None))
     if not fits.all():
         at = int(np.argmin(fits))
@@ -252,9 +252,9 @@ def _column(name: str, values: Any, n: int | None = None) -> Floats:
 
 
 def _level(x: Floats) -> float:
-    """Return the mean, values outside the 10th and 90th percentile clipped to those.
+    """Return the mean of values clipped to the 10th and 90th percentile.
 
-    Ignores spikes like a median, but does not jump between the values of a series that alternates.
+    Ignores spikes like a median, but does not jump between the values of an alternating series.
     """
     low, high = np.quantile(x, (0.1, 0.9))
     return float(np.clip(x, low, high).mean())
@@ -267,23 +267,23 @@ def _running_median(x: Floats) -> Floats:
 
 
 def _ranks(x: Floats) -> Floats:
-    """Return the ranks of the values, around 0; equal values have equal ranks."""
+    """Return the centered ranks of the values; equal values have equal ranks."""
     ranks = np.unique(x, return_inverse=True)[1]
     centered: Floats = ranks - ranks.mean()
     return centered
 
 
 def _inflation(x: Floats) -> float:
-    """Return by how much autocorrelation inflates the variance of a sum over the series."""
+    """Return the factor by which autocorrelation inflates the variance of a sum of the series."""
     ranks = _ranks(x)
     lag1 = float(ranks[1:] @ ranks[:-1]) / max(float(ranks @ ranks), 1.0)
     return (1 + min(0.9, max(0.0, lag1))) / (1 - min(0.9, max(0.0, lag1)))
 
 
 def _changes(x: Floats) -> list[int]:
-    """Return the steps at which the level jumps and stays."""
+    """Return the steps at which the level changes permanently."""
     smooth = _running_median(x)
-    # The running median makes neighbours alike: about WINDOW / 2 steps count as one.
+    # The running median correlates neighbours: about WINDOW / 2 steps count as one.
     inflation = _inflation(x - smooth) * WINDOW / 2
     found: list[int] = []
     todo = [(0, len(x))]
@@ -293,14 +293,14 @@ def _changes(x: Floats) -> list[int]:
             continue
         at = _split(smooth[a:b], inflation)
         if at is None:
-            # Ups and downs can balance over a long stretch: look at its halves.
+            # Ups and downs can cancel over a long range, so examine its halves.
             if b - a >= max(10 * LEVEL_STEPS, len(x) / 8):
                 todo += [(a, (a + b) // 2), ((a + b) // 2, b)]
             continue
         todo += [(a, a + at), (a + at, b)]
         found.append(a + at)
     found.sort()
-    while found:  # drop those between levels that are alike, the smallest first
+    while found:  # drop changes between similar levels, the smallest first
         levels = [_level(x[a:b]) for a, b in pairwise([0, *found, len(x)])]
         sizes = [max(a, b) / min(a, b) - 1 for a, b in pairwise(levels)]
         smallest = int(np.argmin(sizes))
@@ -311,7 +311,7 @@ def _changes(x: Floats) -> list[int]:
 
 
 def _split(smooth: Floats, inflation: float) -> int | None:
-    """Return where the ranks of a series change most, or None if that may be chance."""
+    """Return the index at which the ranks of a series change most, or None if insignificant."""
     n = len(smooth)
     ranks = _ranks(smooth)
     k = np.arange(1, n)
@@ -321,7 +321,7 @@ def _split(smooth: Floats, inflation: float) -> int | None:
     best = LEVEL_STEPS + int(np.argmax(z[inner]))
     if z[best - 1] <= DEVIATIONS:
         return None
-    # Place it exactly: where the series leaves one median for the other.
+    # Refine the position: where the series moves from one median to the other.
     a, b = max(0, best - 50), min(n, best + 50)
     low, high = np.median(smooth[a:best]), np.median(smooth[best:b])
     cost = np.cumsum(np.abs(smooth - low) - np.abs(smooth - high))
@@ -330,15 +330,15 @@ def _split(smooth: Floats, inflation: float) -> int | None:
 
 
 def _onset(x: Floats, edge: int) -> int | None:
-    """Return the first step from which on a series keeps to the level of its tail.
+    """Return the first step after which a series stays at the level of its tail.
 
-    `edge` is where that level begins, as far as changes show it.
+    `edge` is the start of that level according to the detected changes.
     """
     tail = x[(edge + len(x)) // 2 :]
     base = _level(tail)
     limit = max((1 + TOLERANCE) * base, float(np.quantile(_running_median(tail), 0.97)))
     begin = 0
-    # Skip slow first steps: they would raise the running median of the steps after them.
+    # Skip slow first steps, which would raise the running median of the steps after them.
     while (more := np.flatnonzero(x[begin : begin + 3] > 2 * base)).size:
         begin += int(more[-1]) + 1
     if len(x) - begin < LEVEL_STEPS // 2:
@@ -351,9 +351,9 @@ def _onset(x: Floats, edge: int) -> int | None:
     if not begin and not (smooth[:onset] > limit + TOLERANCE * base).any():
         onset = 0  # never clearly above the level
     while onset > begin and x[onset - 1] <= limit:
-        onset -= 1  # the median looks back over the edge
-    # A burst soon after the onset, such as a second compilation, belongs to the warmup. A first
-    # step needs less to stand out: no checkpoint comes that early.
+        onset -= 1  # the median includes steps before the edge
+    # A burst soon after the onset, such as a second compilation, belongs to the warmup. The limit
+    # is lower for the first steps, because no checkpoint comes that early.
     plain = np.delete(tail, _spikes(tail))
     first = max((1 + OUTLIER) * base, float(np.quantile(plain, 0.99)))
     burst = base + max(base, 3 * (float(np.partition(tail, -2)[-2]) - base))
@@ -364,15 +364,15 @@ def _onset(x: Floats, edge: int) -> int | None:
 
 
 def _spikes(ratio: Floats) -> NDArray[np.intp]:
-    """Return the steps that stand out, given each step's time over the level around it."""
+    """Return the outliers among step times relative to the level around them."""
     middle, upper = np.quantile(ratio, (0.5, 0.85))
     found = np.flatnonzero(ratio > middle + max(OUTLIER * middle, 6 * (upper - middle)))
-    # Where many steps stand out, none does: they are a second mode of the run.
+    # Many outliers are not spikes, but a second mode of the run.
     return found if len(found) <= len(ratio) / WINDOW else found[:0]
 
 
 def _period(spikes: NDArray[np.intp]) -> int | None:
-    """Return the interval of regular spikes, give or take a step; others may come between."""
+    """Return the interval of regular spikes, within one step. Other spikes may lie between them."""
     gaps = np.diff(spikes)
     if not (gaps > 2).any():
         return None
@@ -383,7 +383,7 @@ def _period(spikes: NDArray[np.intp]) -> int | None:
 
 
 def _trend(x: Floats) -> float:
-    """Return the slope per step (Theil-Sen), or 0 if it may be chance (Mann-Kendall)."""
+    """Return the slope per step (Theil-Sen), or 0 if it is not significant (Mann-Kendall)."""
     block = -(-len(x) // TREND_POINTS)
     y = np.median(x[: len(x) // block * block].reshape(-1, block), axis=1)
     n = len(y)
@@ -396,12 +396,12 @@ def _trend(x: Floats) -> float:
 
 
 def _wanders(calm: Floats, edges: list[int], levels: list[float]) -> bool:
-    """Return whether a run never stays at a level, or is still getting faster."""
+    """Return True if a run never stays at a level, or is still getting faster."""
     n, onset = len(calm), edges[0]
     up, down = bool((np.diff(levels) > 0).any()), bool((np.diff(levels) < 0).any())
     if (up and down and np.diff(edges).max() < n / 3) or (len(levels) > 2 and not up):
         return True
-    # A start that is not over always seems to settle near the end, so a late onset needs more.
+    # An unfinished warmup seems to settle near the end, so a late onset has a stricter limit.
     allowed = UNSTABLE * (1 - onset / n) ** 2
     straying = 0
     for a, b in pairwise(edges):
@@ -409,7 +409,7 @@ def _wanders(calm: Floats, edges: list[int], levels: list[float]) -> bool:
         slope = _trend(y)
         flat = y - slope * np.arange(b - a)
         parts = np.array([_level(part) for part in np.array_split(flat, 8)])
-        # One of eight is an episode, not a run without a level.
+        # One deviating part of eight is only an episode.
         away = np.sort(np.abs(parts - np.median(parts)))[-2]
         if max(-slope * (b - a), away) > allowed:
             straying += n if a == onset else b - a
@@ -417,7 +417,7 @@ def _wanders(calm: Floats, edges: list[int], levels: list[float]) -> bool:
 
 
 def _rate(tokens: Floats, t: Floats) -> tuple[float | None, float]:
-    """Return tokens per second, and half the width of its 95 % interval, from ten blocks."""
+    """Return tokens per second, and half the width of the 95 % interval, from ten blocks."""
     if np.isnan(tokens).any() or not t.sum() > 0:
         return None, 0.0
     found = float(tokens.sum() / t.sum())

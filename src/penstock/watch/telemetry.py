@@ -1,9 +1,9 @@
 """Measure a loader while it feeds a run.
 
 The trainer's thread records every call of `next` and every pause; the pipeline's threads record
-their stages (see `stage_timer`). From these come the share of time that was spent waiting, by the
-stage that caused it; rolling rates and percentiles; a verdict in one line; and events for a
-heartbeat. A step costs a few microseconds, one that waited some tens more. Any thread may read.
+their stages (see `stage_timer`). From these, telemetry derives the share of time spent waiting, by
+the stage that caused it; rolling rates and percentiles; a one-line verdict; and events for a
+heartbeat. A step costs a few microseconds, one that waits some tens more. Any thread may read.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ SHORT_S, SAMPLED = 1e-3, 16
 """Attribute only every 16th of consecutive short waits, because attribution costs as much as the
 wait. The others are charged to the same stages."""
 WINDOW = 512
-"""Steps over which rolling numbers are taken."""
+"""The number of steps in rolling statistics."""
 BAND_EVERY_S, BAND_STEPS = 5.0, 20
-"""How often the band of data wait is checked, and the steps that are needed for it."""
+"""The interval of checks of the data-wait band, and the minimum number of steps."""
 STALL_S, FIRST_STALL_S = 5.0, 30.0
-"""A wait of this length is a stall. A first batch may take longer."""
+"""A longer wait is a stall. The first batch has a higher limit."""
 MAX_EVENTS = 256
 
 
 @dataclass(slots=True)
 class StageTimes:
-    """What a stage did, over all its threads."""
+    """The totals of a stage over all its threads."""
 
     busy_s: float = 0.0
     blocked_in_s: float = 0.0
@@ -58,19 +58,19 @@ class StageTimes:
 
 @dataclass(slots=True)
 class Step:
-    """A batch, from the call that asks for it to the call that asks for the next one.
+    """A step: from the call of `next` for a batch to the call for the next batch.
 
-    Also used for sums over several steps.
+    Also used for sums over steps.
     """
 
     begin: float = 0.0
     wait: float = 0.0
     wall: float = 0.0
     paused: float = 0.0
-    """Not part of the wall time."""
+    """Seconds of pauses, excluded from `wall`."""
     tokens: int = 0
     done: bool = False
-    """True once the batch was handed out."""
+    """True once the batch was returned."""
     charges: dict[str, float] = field(default_factory=dict)
     """The wait by stage."""
 
@@ -83,7 +83,7 @@ class Step:
             own[stage] = own.get(stage, 0.0) + seconds
 
     def wall_at(self, now: float) -> float:
-        """Return how long it has lasted."""
+        """Return the duration of the step until `now`, without pauses."""
         return max(self.wait, now - self.begin - self.paused)
 
 
@@ -91,19 +91,19 @@ NO_STEP = Step()
 
 
 class StepTimer:
-    """Adds up steps and pauses. Written by the trainer's thread."""
+    """Accumulates steps and pauses. Written by the trainer's thread only."""
 
     def __init__(self) -> None:
         self.tokens_total = 0
-        """Tokens of all streams, one after the other."""
+        """Tokens of all streams of the loader so far."""
         self.reset()
 
     def reset(self) -> None:
-        """Begin another stream."""
+        """Start another stream."""
         self.window: deque[Step] = deque(maxlen=WINDOW)
-        """The last steps that have ended, without the first of all."""
+        """The last finished steps, excluding the first step of the stream."""
         self.total, self.rolling, self._reported = Step(), Step(), Step()
-        """Sums over all steps; over the window, without charges; over all at the last report."""
+        """Sums over all steps, over the window (without charges), and at the last report."""
         self.paused_s: dict[str, float] = {}
         self._unreported_pauses: dict[str, float] = {}
         self.steps = 0
@@ -111,12 +111,12 @@ class StepTimer:
         self.last_pause_s = 0.0
 
     def begin(self, now: float) -> Step | None:
-        """Begin a call of `next`. Return the step that has ended with it, if one has."""
+        """Begin a call of `next`. Return the step that this ends, if any."""
         ended = self.current
         if ended is None:
             self._reported.begin = now
         elif not ended.done:
-            return None  # the call before gave no batch: this one continues its step
+            return None  # the last call returned no batch, so this one continues its step
         else:
             ended.wall = ended.wall_at(now)
             self.total.wall += ended.wall
@@ -141,7 +141,7 @@ class StepTimer:
             self.tokens_total += tokens
 
     def pause(self, name: str, seconds: float) -> None:
-        """Take a pause out of the current step."""
+        """Exclude a pause from the current step."""
         for pauses in (self.paused_s, self._unreported_pauses):
             pauses[name] = pauses.get(name, 0.0) + seconds
         self.total.paused += seconds
@@ -149,7 +149,7 @@ class StepTimer:
             self.current.paused += seconds
 
     def charges(self) -> dict[str, float]:
-        """Return the wait by stage over the window."""
+        """Return the wait in the window, by stage."""
         sums = Step()
         for step in list(self.window):
             sums.add_call(step.wait, step.tokens, step.charges)
@@ -161,7 +161,7 @@ class StepTimer:
         return {f"p{p}": 1e3 * waits[p * len(waits) // 100] for p in (50, 95, 99)}
 
     def report(self, now: float) -> dict[str, Any]:
-        """Return what happened since the last report, and rolling numbers."""
+        """Return the fields of the time since the last report, and rolling statistics."""
         fields: dict[str, Any] = {"tokens_total": self.tokens_total}
         rolling, current, total, last = self.rolling, self.current, self.total, self._reported
         if current is None:
@@ -190,11 +190,11 @@ class StartupTiming:
     def __init__(self) -> None:
         self.marks: dict[str, float] = {}
         self.parts: dict[str, float] = {}
-        """Seconds by what they were spent on."""
+        """Seconds by activity."""
         self._opened: tuple[float, float] | None = None
 
     def spent(self, name: str, begin: float, end: float) -> None:
-        """Record what was done before the pipeline's threads ran. Only the first start counts."""
+        """Record an activity before the pipeline starts. Ignored after the first start."""
         if self._opened is None:
             self.marks[name] = end
             self.parts[name] = self.parts.get(name, 0.0) + end - begin
@@ -202,7 +202,7 @@ class StartupTiming:
                 self._opened = (begin, end)
 
     def ready(self, timelines: Iterable[ThreadTimeline], now: float) -> dict[str, Any]:
-        """Return the fields of `loader_ready`: the first batch is there."""
+        """Return the fields of `loader_ready` when the first batch is ready."""
         first: dict[str, float] = {}
         for timeline in timelines:
             for s in list(timeline.recent):
@@ -210,10 +210,10 @@ class StartupTiming:
         ready = first.get("batch", now)
         begun, opened = self._opened or (ready, ready)
         dt = ready - begun + self.parts.get("list", 0.0)
-        # The producer makes batches; without workers the trainer's own thread does.
+        # The producer thread makes batches; without workers, the trainer's thread does.
         maker = min(timelines, key=lambda t: not t.name.startswith("penstock-producer"))
         self.parts |= charge(maker, opened, max(opened, ready), default="pack").seconds
-        for stage in first.keys() & STAGES[:-1]:  # perhaps done before it was waited for
+        for stage in first.keys() & STAGES[:-1]:  # a stage may finish before anything waits for it
             self.parts.setdefault(stage, 0.0)
         marks = {"first_bytes": "fetch", "first_tokens": "tokenize"}
         self.marks |= {mark: first[stage] for mark, stage in marks.items() if stage in first}
@@ -232,19 +232,19 @@ class Telemetry:
 
     def __init__(self) -> None:
         self.stall_s = STALL_S
-        """A wait of this many seconds is reported as a stall."""
+        """Report a wait of this many seconds as a stall."""
         self.clock = Clock()
         self.timer = StepTimer()
         self.startup = StartupTiming()
         self.first: dict[str, Any] = {}
-        """How long the first batch took, and with what, once it is there."""
+        """The timing of the first batch, once it is ready."""
         self.known: Callable[[], Known] = Known
         self.gauges: Callable[[], dict[str, Any]] = dict
         """Returns queue depths and fetch times."""
         self.queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Returns how many batches are buffered, and how many may be."""
+        """Returns the depth and capacity of the queue."""
         self.device: Callable[[], float | None] | None = None
-        """Returns how long the device itself has waited, or None if that is not known."""
+        """Returns the time that the device itself waited, or None if unknown."""
         self.owner: weakref.ref[Any] | None = None
         self._cores = 1
         self._past = {stage: StageTimes() for stage in STAGES}
@@ -253,12 +253,12 @@ class Telemetry:
         self._waiting: tuple[float, ThreadTimeline] | None = None
         self._short_waits = 0
         self._shares: dict[str, float] = {}
-        """Of the last wait that was followed."""
+        """The stage shares of the last wait that was attributed."""
         self._stalled_at: float | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget the steps: another stream begins."""
+        """Reset the steps for another stream."""
         self.timer.reset()
         self._band, self._band_at = "", perf_counter()
 
@@ -281,7 +281,7 @@ class Telemetry:
         """Record that a call of `next` ended, with a batch of `tokens` or None at the end."""
         self._waiting = None
         timeline, wait = self.clock.timeline(), now - begun
-        charges = {"batch": wait}  # a buffered batch takes only the handover
+        charges = {"batch": wait}  # for a buffered batch, only the handover
         if timeline.recent and timeline.recent[-1].end > begun:
             self._short_waits = self._short_waits + 1 if wait < SHORT_S and self._shares else 0
             if self._short_waits % SAMPLED:
@@ -301,7 +301,7 @@ class Telemetry:
         """Record that a call of `next` raised. A failure of the stream is an event."""
         self.next_ended(begun, now, None)
         if isinstance(error, LoaderTimeout) or not isinstance(error, Exception):
-            return  # the call can be repeated; or Ctrl-C
+            return  # the caller can retry, or Ctrl-C
         notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in stage ")]
         # Such as "in stage fetch, decode, reading a.parquet".
         words = notes[0].removeprefix("in stage ").split(", ") if notes else []
@@ -311,26 +311,26 @@ class Telemetry:
         self.event("loader_error", **fields, stage=stages[-1] if stages else "")
 
     def opened(self, pipeline: Pipeline, begun: float) -> None:
-        """Measure a pipeline that was opened from `begun` until now."""
+        """Start measuring a pipeline, which was opened between `begun` and now."""
         self.startup.spent("open", begun, perf_counter())
         self.known, self.gauges, self.queue = pipeline.known, pipeline.gauges, pipeline.queue
         self._cores = available_cores()
 
     def closed(self) -> None:
-        """Let go of a pipeline that was closed, and keep what was measured."""
+        """Release a closed pipeline, keeping its measurements."""
         known = self.known()
         self.known, self.gauges, self.queue, self.device = lambda: known, dict, lambda: (0, 0), None
         _add_times(self._past, self.clock.remove_ended())
 
     def warmed(self, requested: int, filled: int, wait_ms: float) -> None:
-        """Record a warmup that has ended."""
+        """Record a finished warmup."""
         fields = {"requested": requested, "filled": filled, "wait_ms": round(wait_ms, 3)}
         fields |= {"fetch_warmup_batches": filled, "fetch_warmup_wait_ms": round(wait_ms, 3)}
         self.event("loader_warmup", **fields)
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Keep evaluation, a checkpoint and the like apart from the run's time."""
+        """Exclude a block, such as evaluation or a checkpoint, from step times."""
         self._pauses += 1
         begun = perf_counter()
         try:
@@ -338,16 +338,16 @@ class Telemetry:
         finally:
             seconds = perf_counter() - begun
             self._pauses -= 1
-            if self._pauses == 0:  # a pause within another is counted once
+            if self._pauses == 0:  # nested pauses count once
                 self.timer.pause(name, seconds)
                 self.event("pause", name=name, seconds=round(seconds, 6))
 
     def _check_band(self) -> None:
-        """Log the verdict if data wait has changed its band."""
+        """Log the verdict if the band of data wait changed."""
         verdict, before = self.verdict(), self._band
         self._band = band(verdict.data_wait)
         if self._band != before and (verdict.advice or before):
-            # A consumer that trains nothing waits all the time.
+            # A consumer without training waits all the time.
             warn = bool(verdict.advice) and verdict.data_wait < 0.95
             log.log(logging.WARNING if warn else logging.INFO, "%s", verdict.line)
 
@@ -365,7 +365,7 @@ class Telemetry:
     # For any thread
 
     def event(self, msg: str, **fields: Any) -> None:
-        """Record an event for the heartbeat. The latest are kept until they are taken."""
+        """Record an event for the heartbeat. Keeps the latest events until `take_events`."""
         self._events.append((time.time(), time.monotonic(), msg, fields))
         if self.clock.log is not None:
             now = perf_counter()
@@ -376,7 +376,7 @@ class Telemetry:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def verdict(self) -> Verdict:
-        """Return why the last steps waited, in one line."""
+        """Return the verdict on the waits of the last steps."""
         if not self.timer.window:
             return Verdict(0.0, {}, "not enough steps to say", "")
         known, rolling = self.known(), self.timer.rolling
@@ -387,36 +387,36 @@ class Telemetry:
         return judge(rolling.wait, rolling.wall, self.timer.charges(), known)
 
     def data_wait(self) -> float:
-        """Return the share of the time since the first `next` that was spent in `next`."""
+        """Return the share of time spent in `next`, since the first call."""
         total, current = self.timer.total, self.timer.current
         return total.wait / (total.wall + current.wall_at(perf_counter())) if current else 0.0
 
     def stages(self) -> dict[str, StageTimes]:
-        """Return what each stage has done so far."""
+        """Return the totals of each stage so far."""
         times = {stage: replace(past) for stage, past in self._past.items()}
         _add_times(times, list(self.clock.timelines))
         return times
 
     def waiting(self) -> dict[str, Any] | None:
-        """Return what `next` waits for at this moment, or None."""
+        """Return the cause of the current wait of `next`, or None."""
         waiting, now = self._waiting, perf_counter()
         if waiting is None or now - waiting[0] < 0.1:
             return None
         begun, timeline = waiting
-        # Only the last moments: the cause may have changed.
+        # Only the last half second, because the cause may have changed.
         found = charge(timeline, max(begun, now - 0.5), now)
         self._check_stall(found, begun, now - begun)
         stage, where = found.worst()
         return {"stage": stage, "where": where, "for_s": round(now - begun, 3)}
 
     def blame(self, seconds: float) -> str:
-        """Return what the calling thread waited for in the last `seconds`."""
+        """Return the cause of the calling thread's wait in the last `seconds`."""
         now = perf_counter()
         stage, where = charge(self.clock.timeline(), now - seconds, now).worst()
         return f"waiting for {stage}" + (f", {where}" if where else "")
 
     def step_fields(self) -> dict[str, Any]:
-        """Return what happened since the last call, for a heartbeat's line of a step."""
+        """Return the fields of a heartbeat's `progress` line, since the last call."""
         fields = self.timer.report(perf_counter())
         fields["queue_depth"], fields["queue_capacity"] = self.queue()
         if self.device is not None and (waited := self.device()) is not None:
@@ -424,7 +424,7 @@ class Telemetry:
         return fields
 
     def beat_fields(self) -> dict[str, Any]:
-        """Return what is known between steps, for a heartbeat's beat."""
+        """Return the fields of a heartbeat's `beat` line."""
         gauges = {name: value for name, value in self.gauges().items() if value is not None}
         fields = {
             "stages": {
@@ -437,9 +437,9 @@ class Telemetry:
         return fields | gauges | ({"waiting": waiting} if (waiting := self.waiting()) else {})
 
     def bind(self, owner: Any, listings: Iterable[tuple[float, float]]) -> None:
-        """Measure the loader `owner`. `listings`: when files were listed for it."""
+        """Attach to the loader `owner`. `listings`: the times of its file listings."""
         if self.owner is not None and self.owner() is not None:
-            raise ConfigError("this telemetry belongs to another loader. Give each loader its own.")
+            raise ConfigError("this telemetry belongs to another loader. Use one for each loader.")
         self.owner = weakref.ref(owner)
         began, imported = process_began(), vars(sys.modules["penstock"]).get("_imported")
         if imported is not None and began is not None:
@@ -453,11 +453,11 @@ _BLOCKED = {
     "penstock-worker": ("decode", "tokenize"),
     "penstock-producer": ("pack", "batch"),
 }
-"""By a thread's name, the stages that its waits for input and for output belong to."""
+"""The stages to which a thread's waits for input and for output count, by thread name."""
 
 
 def _add_times(times: dict[str, StageTimes], timelines: Iterable[ThreadTimeline]) -> None:
-    """Add what some threads did."""
+    """Add the times and counts of threads."""
     for timeline in timelines:
         seconds, (now, since, _) = dict(timeline.seconds), timeline.now
         if now:
@@ -472,7 +472,7 @@ def _add_times(times: dict[str, StageTimes], timelines: Iterable[ThreadTimeline]
 
 
 def process_began() -> float | None:
-    """Return when this process began, on the clock of `perf_counter`; None if that is not known."""
+    """Return the start of this process on the clock of `perf_counter`, or None if unknown."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])

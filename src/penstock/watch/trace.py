@@ -1,7 +1,7 @@
-"""Write what every thread does as a trace, for Perfetto (https://ui.perfetto.dev).
+"""Write the activity of all threads as a trace for Perfetto (https://ui.perfetto.dev).
 
-The threads append their segments to a bounded log, the trainer its steps; drawing them takes place
-at the end. A segment costs a microsecond or two while a trace is recorded, and nothing otherwise.
+Threads append their segments to a bounded log, and the trainer appends its steps; the log is
+converted at the end. A segment costs a microsecond or two while recording, and nothing otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.watch.telemetry import Step, Telemetry
 log = logging.getLogger("penstock")
 
 MAX_SEGMENTS = 200_000
-"""What is kept, the latest: 200 bytes of memory each, and about as many on disk."""
+"""The number of latest segments to keep, at 200 bytes each in memory and about as many on disk."""
 NAMES = {WAIT: "waits for input", OUT: "waits for room", RANKS: "waits for other ranks"}
 
 
@@ -35,7 +35,7 @@ def write_trace(
 ) -> Iterator[None]:
     """Record a loader during a `with` block, then write a trace in Chrome's JSON format to `path`.
 
-    telemetry: that of the loader. max_segments: how much is kept, the latest.
+    telemetry: that of the loader. max_segments: the number of latest segments to keep.
     """
     recorded: deque[tuple[str, Any]] = deque(maxlen=max_segments)
     began = time.time(), perf_counter()
@@ -46,7 +46,7 @@ def write_trace(
         telemetry.clock.record(None)
         if len(recorded) == max_segments:
             log.warning("the trace has only the latest %d segments", max_segments)
-        # Times count from a whole second: microseconds since 1970 would not fit a double.
+        # Times are relative to a whole second, because microseconds since 1970 exceed a double.
         base_s = int(began[0]) - 1
         events = _draw(list(recorded), began[1] - (began[0] - base_s))
         trace = {"traceEvents": events, "baseTimeNanoseconds": base_s * 10**9}
@@ -83,13 +83,13 @@ def _draw(recorded: list[tuple[str, Any]], zero: float) -> list[dict[str, Any]]:
             span(str(what["name"]), row, each.begin - what["seconds"], each.begin, {})
         elif isinstance(what, dict):
             add("i", each.stage, row, each.begin, plain(what), s="p")
-        elif each.stage != IDLE:  # a gap says the same
+        elif each.stage != IDLE:  # shown as a gap
             span(NAMES.get(each.stage, each.stage), row, each.begin, each.end, _about(what))
     return events
 
 
 def _about(what: Any) -> dict[str, str]:
-    """Return the address of the data, or what a wait was for."""
+    """Return the address of the data, or the target of a wait."""
     if isinstance(what, ThreadTimeline):
         return {"for": what.name}
     if isinstance(what, TaskTimeline):
