@@ -60,7 +60,7 @@ def test_an_address_names_repository_revision_and_path(
         "hf://org/name", "hf://datasets/", "hf://datasets/org//x", "hf://datasets/org/..", "hf://datasets/or g/name",
         "hf://datasets/org/name@", "hf://datasets/org/name@a b/x", "hf://datasets/org/name@..%2F../x",
         "hf://datasets/org/name/../x", "hf://datasets/org/name/a\\b", "hf://datasets/org/name/a\0b",
-        "hf://datasets/" + "a" * 200,
+        "hf://datasets/" + "a" * 200, "hf://buckets/name", "hf://buckets/org/name@v1/x", "hf://buckets/org/name/../x",
     ],
 )  # fmt: skip
 def test_a_malformed_address_is_refused_with_the_right_form(url: str) -> None:

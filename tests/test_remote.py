@@ -289,3 +289,56 @@ def test_streaming_local_files_imports_nothing_of_the_network(corpus: Path) -> N
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+# Storage buckets on the Hub
+
+
+def add_bucket(hub: HubServer, corpus: Path, **access: Any) -> Any:
+    files = {p.relative_to(corpus).as_posix(): p for p in corpus.rglob("*") if p.is_file()}
+    return hub.add_bucket("org/bucket", {**files, "parquet-old/c.parquet": b"?"}, **access)
+
+
+@pytest.mark.parametrize("path", ["parquet", "parquet/*.parquet", "docs.jsonl"])
+def test_a_storage_bucket_gives_the_stream_of_a_local_copy(
+    hub: HubServer, corpus: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_bucket(hub, corpus, private=True)
+    monkeypatch.setattr(hub, "page_size", 2)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    make = maker(f"hf://buckets/org/bucket/{path}")
+    local = ledger(maker(corpus / path), 10**6)
+    assert ledger(make, 10**6) == local
+    assert {(r.port, r.headers.get("authorization")) for r in hub.log} == {
+        ("hub", "Bearer hf_secret"), ("cdn", None),
+    }  # fmt: skip
+    hub.clear_log()
+    assert ledger(make, 10**6) == local
+    assert {r.path.split("/")[1] for r in hub.log} == {"api"}, "listed again, from the cache"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert ledger(make, 10**6) == local
+
+
+def test_a_bucket_or_file_that_does_not_exist_is_named(hub: HubServer, corpus: Path) -> None:
+    add_bucket(hub, corpus)
+    for url, words in (
+        ("org/none/a.parquet", "There is no bucket org/none.*or it is private.*HF_TOKEN"),
+        ("org/bucket/a.parquet", r"hf://buckets/org/bucket/a\.parquet does not exist"),
+        ("org/bucket/*.csv", "matches no file"),
+    ):
+        with pytest.raises(SourceError, match=words):
+            TextDataset(f"hf://buckets/{url}", tokenizer="byte", seq_len=8, remote=QUICK)
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_file_of_a_bucket_that_changes_after_it_was_listed_ends_the_run(
+    hub: HubServer, corpus: Path, batches: int
+) -> None:
+    bucket, path = add_bucket(hub, corpus), "docs.jsonl"
+    make = maker(f"hf://buckets/org/bucket/{path}", cache=False, chunk_bytes=1024)
+    with make(n_workers=1, prefetch_size=1, epochs=None) as loader:
+        take(loader, batches)
+        bucket.commit({path: (corpus / path).read_bytes().replace(b"e", b"a")})
+        hub.expire_signatures()
+        with pytest.raises(SourceError, match=r"bucket/docs\.jsonl changed: its ETag was"):
+            take(loader, 10**4)

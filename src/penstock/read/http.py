@@ -279,6 +279,8 @@ class Response:
         self.length: int | None = getattr(raw, "length_remaining", None)
         self.done = 0
         """Bytes of the body that were read."""
+        self.xet_hash = self.headers.get("x-xet-hash", "")
+        """The Hub's digest of the content; a redirect to its storage has it."""
 
     def parts(self, limit: int) -> Iterator[bytes]:
         """Read the body, which must not be longer than `limit`."""
@@ -539,12 +541,13 @@ class Network:
 
         Credentials in `headers` go to the place's own origin only.
         """
-        origin = place.origin
+        origin, xet_hash = place.origin, ""
         for _ in range(HOPS):
             given = {"Accept-Encoding": "identity", "User-Agent": "penstock", **headers}
             if place.origin != origin:
                 given.pop("Authorization", None)
             with self._open(place, given, deadline) as response:
+                response.xet_hash = xet_hash = response.xet_hash or xet_hash
                 location = response.headers.get("location", "")
                 if not 300 <= response.status < 400 or not location:
                     yield response

@@ -1,4 +1,4 @@
-"""Datasets on the Hugging Face Hub: names, commits, listings and cards.
+"""Datasets and storage buckets on the Hugging Face Hub: names, commits, listings and cards.
 
 The conventions are those of `huggingface_hub` (endpoint, token, offline mode). Its client is not
 used: it has no deadlines, sleeps between its own retries, cannot be cancelled, sends the token to
@@ -27,6 +27,7 @@ from penstock.types import Format
 T = TypeVar("T")
 
 FORM = "hf://datasets/ORG/NAME[@revision]/path-or-glob"
+BUCKET = "hf://buckets/"
 ABOUT = re.compile(r"(?:^|/)(?:README\.md|config\.json|dataset_(?:infos?|dict)\.json)$|\.py$")
 MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Raised by listings and cards of another form, or nested too deep."""
@@ -34,7 +35,7 @@ MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _SHA = re.compile(r"[0-9a-f]{40}")
 _REPO = r"\w[\w.-]{0,95}+(?:/\w[\w.-]{0,95}+)?+"
 _ADDRESS = re.compile(
-    rf"hf://datasets/(?P<repo>{_REPO})"
+    rf"hf://(?P<kind>datasets|buckets)/(?P<repo>{_REPO})"
     r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)|[^/\s]+))?(?:/(?P<path>.*))?",
     re.ASCII,
 )
@@ -48,6 +49,7 @@ class HubName(NamedTuple):
 
     repo: str
     revision: str
+    """Empty for a bucket, which has no commits."""
     path: str
     """A file, a folder or a glob; empty for the whole repository."""
 
@@ -59,9 +61,11 @@ def parse(url: str) -> HubName:
         revision = unquote(found["revision"] or "main")
         # A name without an organisation needs a revision before a path.
         clear = "/" in repo or found["revision"] is not None or not path
-        if clear and sound(f"{revision}/{path or 'all'}"):
+        if found["kind"] == "buckets":
+            clear, revision = "/" in repo and found["revision"] is None, ""
+        if clear and sound(f"{revision or 'none'}/{path or 'all'}"):
             return HubName(repo, revision, path)
-    raise ConfigError(f"{url}: needs the form {FORM}")
+    raise ConfigError(f"{url}: needs the form {FORM} or {BUCKET}ORG/NAME/path-or-glob")
 
 
 def sound(path: str) -> bool:
@@ -71,6 +75,9 @@ def sound(path: str) -> bool:
 
 def resolve_url(path: str) -> str:
     """Return the address of a file's bytes, by the `path` of its `FileRef`."""
+    if path.startswith(BUCKET):
+        org, bucket, name = path.removeprefix(BUCKET).split("/", 2)
+        return f"{hub_endpoint()}/buckets/{org}/{bucket}/resolve/{quote(name)}"
     repo, _, rest = path.removeprefix("hf://datasets/").partition("@")
     sha, _, name = rest.partition("/")
     return f"{hub_endpoint()}/datasets/{repo}/resolve/{quote(sha, safe='')}/{quote(name)}"
@@ -78,8 +85,8 @@ def resolve_url(path: str) -> str:
 
 def refusal(address: str, refused: Refused) -> SourceError:
     """Return the error for a 4xx of the Hub, which says what to do. Tokens are never shown."""
-    repo = address.partition("://")[2].partition("/")[2].partition("@")[0]
-    page = f"{hub_endpoint().rpartition('@')[2]}/datasets/{repo}"
+    kind, repo = re.findall(rf"hf://(\w+)/({_REPO})", address)[0]
+    page = f"{hub_endpoint().rpartition('@')[2]}/{kind}/{repo}"
     sent = "A token was sent, and is not enough." if hub_token() else "No token was sent."
     login = f"log in (`hf auth login`) or set HF_TOKEN. {sent}"
     if refused.code == "GatedRepo":
@@ -88,7 +95,7 @@ def refusal(address: str, refused: Refused) -> SourceError:
         return SourceError(f"{address} does not exist. See {page}")
     if refused.code == "RepoNotFound" or refused.status in (401, 404):
         form = "One without an organisation is written hf://datasets/NAME@main/…"
-        text = f"There is no dataset {repo} (see {page}), or it is private. {form}"
+        text = f"There is no {kind[:-1]} {repo} (see {page}), or it is private. {form}"
         return SourceError(f"{text}; for private data {login}")
     return SourceError(f"{address}: access is refused ({refused.status}); {login}")
 
@@ -97,12 +104,15 @@ def refusal(address: str, refused: Refused) -> SourceError:
 
 
 class Repository:
-    """The files of a commit."""
+    """The files of a commit, or of a storage bucket, whose content may change."""
 
     def __init__(self, network: Network, known: Callable[..., Any], name: HubName) -> None:
         self._network, self._known, self._repo = network, known, name.repo
         self._all: list[Entry] | None = None
-        self._sha = name.revision
+        self._sha, self.is_bucket = name.revision, not name.revision
+        if self.is_bucket:
+            self.prefix = f"{BUCKET}{name.repo}/"
+            return
         if not _SHA.fullmatch(name.revision):  # a branch may have moved, so the Hub is asked
             key = [f"hf://datasets/{name.repo}@{name.revision}", hub_endpoint()]
             self._sha = known("revisions", key, partial(self._commit, key[0]), moving=True)
@@ -110,16 +120,20 @@ class Repository:
 
     def below(self, folder: str, recursive: bool) -> list[Entry]:
         """Return the files of a folder; none if there is no such folder."""
-        if self._all is not None:
-            return [e for e in self._all if not folder or e.name.startswith(f"{folder}/")]
-        key = [f"{self.prefix}{folder}", recursive, hub_endpoint()]
-        make = partial(self._list, folder, recursive)
-        return [Entry(*row) for row in self._known("listings", key, make, moving=False)]
+        found = self._listed(folder, recursive) if self._all is None else self._all
+        return [e for e in found if not folder or e.name.startswith(f"{folder}/")]
 
     def one(self, path: str) -> Entry | None:
         """Return a single file, if it exists."""
-        siblings = self.below(path.rpartition("/")[0], False)
-        return next((entry for entry in siblings if entry.name == path), None)
+        folder = path.rpartition("/")[0]
+        near = self._listed(path, True) if self.is_bucket else self.below(folder, False)
+        return next((entry for entry in near if entry.name == path), None)
+
+    def _listed(self, folder: str, recursive: bool) -> list[Entry]:
+        """Return a folder's files; in a bucket, all files whose paths begin with this text."""
+        key = [f"{self.prefix}{folder}", recursive, hub_endpoint()]
+        make = partial(self._list, folder, recursive)
+        return [Entry(*row) for row in self._known("listings", key, make, moving=self.is_bucket)]
 
     def list_all(self) -> None:
         """List everything at once: what is asked for later is among it."""
@@ -173,13 +187,17 @@ class Repository:
 
     def _list(self, folder: str, recursive: bool) -> list[Entry]:
         address = f"{self.prefix}{folder}"
-        path = quote(f"{self._repo}/tree/{self._sha}/{folder}".removesuffix("/"))
+        path = quote(f"datasets/{self._repo}/tree/{self._sha}/{folder}".removesuffix("/"))
         query = f"recursive={str(recursive).lower()}&expand=false"
-        url = f"{hub_endpoint()}/api/datasets/{path}?{query}"
+        start, tag = f"{folder}/" if folder else "", "oid"
+        if self.is_bucket:  # it compares the beginnings of paths
+            path = f"buckets/{self._repo}/tree/{quote(folder, safe='')}".removesuffix("/")
+            query, start, tag = "recursive=true", folder, "xetHash"
+        url = f"{hub_endpoint()}/api/{path}?{query}"
         found: dict[str, Entry] = {}
         while url:
             page, link = self._api(url, address, ([], ""))
-            found.update((entry.name, entry) for entry in _entries(page, address, folder))
+            found.update((entry.name, entry) for entry in _entries(page, address, start, tag))
             following = re.search(r'<([^<>]*)>;\s*rel="?next"?', link)
             url = urljoin(url, following[1]) if following else ""
             if url and Place(url).origin != Place(hub_endpoint()).origin:
@@ -187,14 +205,15 @@ class Repository:
         return list(found.values())
 
 
-def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
-    """Return the files of a page, each one checked."""
+def _entries(page: list[Any], address: str, start: str, tag: str) -> Iterable[Entry]:
+    """Return the files of a page, each one checked. `tag` names the field with the version."""
     try:
         for item in page:
             if item["type"] == "file":
-                path, etag = item["path"], (item.get("lfs") or item)["oid"]
-                below = path.startswith(f"{folder}/" if folder else "")
-                if not (below and sound(path) and sound(etag) and item["size"] >= 0):
+                path, etag = item["path"], (item.get("lfs") or item)[tag]
+                if not (
+                    path.startswith(start) and sound(path) and sound(etag) and item["size"] >= 0
+                ):
                     raise ValueError("it leads elsewhere")
                 yield Entry(path, item["size"], etag)
     except MALFORMED as error:

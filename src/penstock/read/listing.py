@@ -350,7 +350,7 @@ class RemoteListing:
                 calls[source] = partial(self._on_web, self._public(url, format), format)
             else:
                 raise ConfigError(f"{scheme[:20]}://… cannot be read; use a path, {SCHEMES}")
-        if self._config is not None and all(name.path for name in hub.values()):
+        if self._config is not None and all(n.path or not n.revision for n in hub.values()):
             raise ConfigError(f"config={self._config!r}: goes with hf://datasets/ORG/NAME, no path")
         # One commit for all addresses of a branch, which may move meanwhile.
         branches = list(dict.fromkeys(name._replace(path="") for name in hub.values()))
@@ -374,7 +374,7 @@ class RemoteListing:
         """Return the files of a path, or else of a configuration in the dataset's card."""
         from penstock.read import hub
 
-        if path:
+        if path or tree.is_bucket:
             return self._find(tree, path, format)
         where = f"{tree.prefix}README.md"
         # Most often the default is all or most of a repository, so it is listed beside the card.

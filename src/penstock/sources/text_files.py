@@ -250,7 +250,7 @@ def has_version(file: FileRef) -> bool:
 def identity(file: FileRef) -> str:
     """Return what identifies a file and its content, without the Hub's commit: the ETag is enough."""
     path, version = file.path, file.etag
-    if path.startswith("hf://"):
+    if path.startswith("hf://datasets/"):
         before, _, after = path.partition("@")
         path = before + "/" + after.partition("/")[2]
     if not file.remote:
