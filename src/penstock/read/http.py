@@ -318,8 +318,8 @@ class Response:
 
 
 def plain_etag(etag: str) -> str:
-    """Return an ETag without quotes; and without commas, so that it can stand in a list."""
-    return etag.strip().removeprefix("W/").strip('"').replace(",", "")
+    """Return an ETag without quotes."""
+    return etag.strip().removeprefix("W/").strip('"')
 
 
 def retry_after(headers: Headers) -> float | None:

@@ -164,12 +164,10 @@ def _local(source: str, format: Format | None) -> list[FileRef]:
 
 
 def _files_below(root: Path) -> Iterator[str]:
-    """Return the paths of all files below a folder, also where links lead, each folder once."""
-    seen = {os.path.realpath(root)}
+    """Return the paths of all files below a folder, also where links lead."""
+    # The system ends a loop of links with an error.
     for folder, folders, names in os.walk(root, onerror=_unlistable, followlinks=True):
-        inside = {os.path.realpath(os.path.join(folder, name)): name for name in sorted(folders)}
-        folders[:] = [n for real, n in inside.items() if real not in seen and not is_marker(n)]
-        seen.update(inside)
+        folders[:] = sorted(name for name in folders if not is_marker(name))
         yield from (os.path.join(folder, name) for name in names if not is_marker(name))
 
 
@@ -219,15 +217,14 @@ def matcher(pattern: str) -> re.Pattern[str]:
 
 
 def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
-    """Join neighbouring plain-text files until they make a chunk, with their ETags in order."""
+    """Join neighbouring plain-text files until they make a chunk."""
     part: list[FileRef] = []
     for file in [*files, None]:
         plain = file is not None and file.format == "text" and not file.codec
         size = sum(each.size for each in part)
         if part and (not plain or size >= BUNDLE_BYTES or len(part) >= BUNDLE_FILES):
-            members = tuple(Member(each.path, each.name, each.size) for each in part)
-            etags = ",".join(each.etag for each in part) if any(each.etag for each in part) else ""
-            yield replace(part[0], size=size, members=members, etag=etags)
+            members = tuple(Member(each.path, each.name, each.size, each.etag) for each in part)
+            yield replace(part[0], size=size, members=members, etag="")
             part = []
         if file is not None and plain:
             part.append(file)
@@ -237,11 +234,7 @@ def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
 
 def members_of(file: FileRef) -> list[FileRef]:
     """Return the files of a bundle, or the file itself."""
-    if not file.members:
-        return [file]
-    etags = file.etag.split(",") if file.etag else [""] * len(file.members)
-    pairs = zip(file.members, etags, strict=True)
-    return [FileRef(*member, file.format, file.codec, etag=etag) for member, etag in pairs]
+    return [FileRef(*m[:3], file.format, etag=m.etag) for m in file.members] or [file]
 
 
 def each(files: Sequence[FileRef]) -> Iterable[FileRef]:

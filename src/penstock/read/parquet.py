@@ -7,6 +7,7 @@ Footers of remote files are kept in the metadata cache.
 from __future__ import annotations
 
 import io
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -43,6 +44,8 @@ class Footer(NamedTuple):
     """The columns to read, the text first."""
     leaves: list[int]
     """Their numbers among the leaf columns."""
+    matching: Container[int]
+    """The row groups that may have rows that pass the filter."""
 
     def rows(self, group: int) -> int:
         return int(self.meta.row_group(group).num_rows)
@@ -176,7 +179,9 @@ def _parse(file: FileRef, source: Any, settings: ReadSettings) -> Footer:
     names = [field, *(name for name in others if name != field)]
     leaves = [meta.schema.column(i).path.partition(".")[0] for i in range(meta.num_columns)]
     numbers = [i for name in names for i, leaf in enumerate(leaves) if leaf == name]
-    footer, groups = Footer(meta, names, numbers), range(meta.num_row_groups)
+    groups = range(meta.num_row_groups)
+    matching = groups if settings.filter is None else settings.filter.row_groups(meta)
+    footer = Footer(meta, names, numbers, matching)
     # A damaged footer may still parse, but not add up.
     ends = [(*each, sum(each)) for group in groups for each in footer.ranges(group)]
     inside = all(min(each) >= 0 and each[2] <= file.size for each in ends)

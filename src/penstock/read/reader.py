@@ -93,7 +93,7 @@ class Reader:
         """
         assert self._remote is not None
         if ref.file.format == "parquet" and not again:
-            if not self._may_match(ref):
+            if ref.index not in self._footer(ref.file).matching:
                 return []
             if ref.parts > 1:
                 return self._fetch_shared(ref)
@@ -146,11 +146,11 @@ class Reader:
         if file.format != "parquet":
             return self._read_range(ref, fetched, validator)
         try:
-            if not self._may_match(ref):
+            footer = self._footer(file)
+            if ref.index not in footer.matching:
                 lo, hi = self.rows_of(ref)
                 return replace(validator.no_documents(), filtered=hi - lo)
-            footer, opened = self._footer(file), self._open(ref, fetched)
-            lo, table = read_chunk(ref, footer, opened, self._settings)
+            lo, table = read_chunk(ref, footer, self._open(ref, fetched), self._settings)
         except CorruptFile as error:
             validator.reject_chunk(error)
             return validator.no_documents()
@@ -226,12 +226,6 @@ class Reader:
         if ref.file.format == "parquet":
             return ref.bounds(self._footer(ref.file).rows(ref.index))
         return self._span(ref)
-
-    def _may_match(self, ref: ChunkRef) -> bool:
-        """Return False if the statistics of a row group rule out that a row passes the filter."""
-        row_filter = self._settings.filter
-        group = self._footer(ref.file).meta.row_group(ref.index)
-        return row_filter is None or row_filter.may_match(group)
 
     def _separator(self, file: FileRef) -> bytes | None:
         return b"\n" if file.format == "jsonl" else self._settings.separator

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import operator
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -29,7 +28,6 @@ from penstock.read.arrow_utils import booleans, combined, integers, is_text, len
 from penstock.types import Address, Bad, ChunkRef, Documents
 
 COMPARISON = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>|not in\b|in\b)\s*(.+)", re.DOTALL)
-ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Skip = Mapping[str, Collection[tuple[int | None, int]]]
@@ -184,8 +182,6 @@ class RowFilter:
     """Rows to keep."""
 
     expression: pc.Expression
-    alternatives: tuple[tuple[tuple[str, str, Any], ...], ...] = ()
-    """The same as comparisons, if it was given so: one of these conjunctions has to hold."""
 
     @classmethod
     def of(cls, value: Any) -> RowFilter | None:
@@ -196,8 +192,8 @@ class RowFilter:
             every = [value] if isinstance(value, str) else list(value)
             if all(isinstance(each, str) or isinstance(each[0], str) for each in every):
                 every = [every]  # one conjunction
-            alternatives = [[_comparison(each) for each in some] for some in every]
-            return cls(pq.filters_to_expression(alternatives), tuple(map(tuple, alternatives)))
+            comparisons = [[_comparison(each) for each in some] for some in every]
+            return cls(pq.filters_to_expression(comparisons))
         except (TypeError, ValueError, LookupError, pa.ArrowException) as error:
             needs = "a pyarrow expression, tuples such as [('score', '>=', 3)], or 'score >= 3'"
             raise ConfigError(f"filter={value!r:.200}: must be {needs} ({error})") from error
@@ -226,14 +222,14 @@ class RowFilter:
             names = ", ".join(table.column_names)
             raise ConfigError(f"filter {self}: {why}. {where} has the columns {names}.") from error
 
-    def may_match(self, group: pq.RowGroupMetaData) -> bool:
-        """Return False if the statistics of a row group rule out a match."""
-        columns = [group.column(i) for i in range(group.num_columns)]
-        known = {column.path_in_schema: column.statistics for column in columns}
-        for some in self.alternatives:
-            if all(_possible(known.get(name), *rest) for name, *rest in some):
-                return True
-        return not self.alternatives
+    def row_groups(self, meta: pq.FileMetaData) -> set[int]:
+        """Return the row groups whose statistics do not rule out a match."""
+        import pyarrow.dataset as ds
+
+        sink = pa.BufferOutputStream()
+        meta.write_metadata_file(sink)
+        fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(sink.getvalue()))
+        return {group.id for group in fragment.subset(self.expression).row_groups}
 
 
 def _comparison(value: Any) -> tuple[str, str, Any]:
@@ -247,16 +243,6 @@ def _comparison(value: Any) -> tuple[str, str, Any]:
         return name, symbol, ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):
         return name, symbol, text.strip()  # a word without quotes
-
-
-def _possible(known: Any, symbol: str, value: Any) -> bool:
-    # Only numbers: texts may be cut short in statistics.
-    if known is None or not known.has_min_max or not isinstance(value, int | float):
-        return True
-    if symbol in ("=", "=="):
-        return bool(known.min <= value <= known.max)
-    extreme = known.min if symbol.startswith("<") else known.max
-    return symbol not in ORDER or bool(ORDER[symbol](extreme, value))
 
 
 def select(settings: ReadSettings, table: pa.Table, rows: I64, where: str) -> tuple[pa.Array, I64]:

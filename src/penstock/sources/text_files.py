@@ -244,7 +244,7 @@ class TextWork(Work):
 
 def has_version(file: FileRef) -> bool:
     """Return False if a change could not be noticed: the server sends neither an ETag nor a date."""
-    return not file.remote or all(file.etag.split(",") if file.members else [file.etag])
+    return not file.remote or all(each.etag for each in file.members or [file])
 
 
 def identity(file: FileRef) -> str:
@@ -261,7 +261,7 @@ def identity(file: FileRef) -> str:
     # The name belongs to it: a document's split depends on the name.
     identity = f"{path}\n{file.name}\n{file.size}\n{version}"
     if file.members:
-        names = repr([(member.name, member.size) for member in file.members])
+        names = repr([member[1:] for member in file.members])
         digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
         identity += f"\n{digest[:16]}"
     return identity
