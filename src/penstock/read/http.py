@@ -44,9 +44,6 @@ log = logging.getLogger("penstock")
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
-Reading = Callable[[bytes, Headers], T]
-"""Makes something of a small body and its headers."""
-
 MAX_BODY = 64 * MiB
 """The longest listing or card."""
 MAX_PAUSE_S = 10.0
@@ -290,6 +287,10 @@ class Response:
                 raise RequestError("long", f"more than {limit} bytes came")
             yield part
 
+    def body(self) -> bytes:
+        """Return a small body."""
+        return b"".join(self.parts(MAX_BODY))
+
     def read_into(self, view: memoryview) -> None:
         """Read a body of just this length."""
         for part in self.parts(len(view)):
@@ -488,33 +489,35 @@ class Network:
         future = self.threads.submit(call, urgent=True)
         return lambda: call() if future.cancel() else future.result()
 
-    def get(self, url: str, what: str, token: str | None, read: Reading[T]) -> T:
-        """Return what `read` makes of a small body and its headers, or raise `Refused`."""
+    def get(
+        self,
+        url: str,
+        what: str,
+        read: Callable[[Response], T],
+        token: str | None = None,
+        **more: str,
+    ) -> T:
+        """Return what `read` makes of an answer, or raise `Refused`. `more` are headers to send."""
         place, headers = address(url, token)
 
         def attempt(deadline: Deadline) -> T:
-            with self.request(place, headers, deadline) as response:
+            with self.request(place, headers | more, deadline) as response:
                 response.check()
-                body = b"".join(response.parts(MAX_BODY))
-                self.stats.add(bytes=len(body))
-                return read(body, response.headers)
+                return read(response)
 
         return self.retry(what, attempt, "metadata_budget")
 
     def probe(self, url: str, path: str) -> tuple[int, str]:
         """Return the size and version of a file, by a range: addresses signed for GET refuse HEAD."""
-        place, headers = address(url)
 
-        def attempt(deadline: Deadline) -> tuple[int, str]:
-            with self.request(place, headers | {"Range": "bytes=0-0"}, deadline) as response:
-                total = response.headers.get("content-range", "").rpartition("/")[2]
-                response.check()
-                if response.status != 206 or not total.isdigit():
-                    raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
-                return int(total), response.version()
+        def read(response: Response) -> tuple[int, str]:
+            total = response.headers.get("content-range", "").rpartition("/")[2]
+            if response.status != 206 or not total.isdigit():
+                raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
+            return int(total), response.version()
 
         try:
-            return self.retry(path, attempt, "metadata_budget")
+            return self.get(url, path, read, Range="bytes=0-0")
         except Refused as refused:
             raise refused.explained(path, f"does not exist ({refused.status}).") from None
 
@@ -573,10 +576,11 @@ class Network:
             first_byte_s = answered - began - deadline.connect_s
             self.stats.add(connect_s=deadline.connect_s, first_byte_s=first_byte_s)
             deadline.restart_rate()
+            response = Response(raw, place)
             try:
-                yield Response(raw, place)
+                yield response
             finally:
-                self.stats.add(body_s=time.perf_counter() - answered)
+                self.stats.add(body_s=time.perf_counter() - answered, bytes=response.done)
                 raw.close()  # a connection whose body was read went back to its pool before
         finally:
             self._current.deadline = None

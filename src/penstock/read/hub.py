@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
 from penstock.errors import ConfigError, RemoteError, SourceError, missing_extra
-from penstock.read.http import Headers, Network, Place, Reading, Refused, RequestError
+from penstock.read.http import Network, Place, Refused, RequestError, Response
 from penstock.read.listing import Entry, classify, is_marker
 from penstock.types import Format
 
@@ -143,8 +143,8 @@ class Repository:
         """Return the dataset's card, or nothing."""
         address = f"{self.prefix}README.md"
 
-        def read(body: bytes, _: Headers) -> str:
-            text = body.decode("utf-8", "replace")
+        def read(response: Response) -> str:
+            text = response.body().decode("utf-8", "replace")
             # Without its front matter, other files would be taken for the data.
             if text.startswith("-") and "\n---" not in text:
                 error = SourceError(f"{address}: its front matter does not end. Name files: {FORM}")
@@ -154,10 +154,12 @@ class Repository:
         make = partial(self._get, resolve_url(address), address, read, "")
         return str(self._known("cards", [address, hub_endpoint()], make, moving=False))
 
-    def _get(self, url: str, address: str, read: Reading[T], missing: T | None = None) -> T:
+    def _get(
+        self, url: str, address: str, read: Callable[[Response], T], missing: T | None = None
+    ) -> T:
         """Return an answer of the Hub, or `missing` if the path does not exist."""
         try:
-            return self._network.get(url, address, hub_token(), read)
+            return self._network.get(url, address, read, hub_token())
         except Refused as refused:
             no_entry = refused.status == 404 and refused.code in ("", "EntryNotFound")
             if missing is not None and no_entry:
@@ -167,10 +169,10 @@ class Repository:
     def _api(self, url: str, address: str, missing: Any = None) -> tuple[Any, str]:
         """Return a listing, or what is known of a commit, and where the next page is."""
 
-        def read(body: bytes, headers: Headers) -> tuple[Any, str]:
+        def read(response: Response) -> tuple[Any, str]:
             with suppress(ValueError, RecursionError):
-                if isinstance(value := json.loads(body), list | dict):
-                    return value, headers.get("link", "")
+                if isinstance(value := json.loads(response.body()), list | dict):
+                    return value, response.headers.get("link", "")
             text = f"{address}: the Hub's answer is not a listing. Does a portal or proxy answer?"
             raise RequestError("json", RemoteError(text))
 

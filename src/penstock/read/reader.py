@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from penstock.errors import ConfigError, CorruptFile
+from penstock.errors import CorruptFile
 from penstock.read import ReadSettings, text
 from penstock.read.arrow_utils import binaries
 from penstock.read.listing import MetadataCache, members_of
 from penstock.read.parquet import MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
 from penstock.read.parquet import load_footer, read_chunk
 from penstock.read.storage import AnyFile, Bytes, CompressedFile, FetchedFile, PlainFile
-from penstock.read.validation import ChunkValidator, where
-from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, KiB, MiB
+from penstock.read.validation import ChunkValidator
+from penstock.types import Bad, ChunkRef, Documents, FileRef, KiB, MiB
 from penstock.watch.stage_timer import Clock
 
 if TYPE_CHECKING:
@@ -52,18 +52,14 @@ class Reader:
         self._closing = threading.Event()
         self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
         self._shared: OrderedDict[tuple[str, int], tuple[Future[list[Bytes]], int]] = OrderedDict()
-        self._skip: dict[str, set[tuple[int | None, int]]] = {}
-        for address in settings.skip:
-            self._skip.setdefault(address.file, set()).add((address.group, address.row))
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         """Return a file's chunks. A file that cannot be read at all is a bad record of its own."""
         try:
-            self._check_skip(file)
             if file.format == "parquet":
                 return self._footer(file).chunks(file), []
         except CorruptFile as error:
-            whole = ChunkValidator(ChunkRef(file, -1, 0), self._settings, {})
+            whole = ChunkValidator(ChunkRef(file, -1, 0), self._settings)
             whole.reject_chunk(error)
             return [], whole.bad
         if file.members:
@@ -71,18 +67,6 @@ class Reader:
         step = self._settings.chunk_bytes
         starts = range(0, file.size, step)
         return [ChunkRef(file, at // step, min(step, file.size - at)) for at in starts], []
-
-    def _check_skip(self, file: FileRef) -> None:
-        """Raise if an address to skip cannot exist, as far as that is known before reading."""
-        for each in members_of(file) if self._skip else []:
-            for group, row in self._skip.get(each.name, ()):
-                end = 1 if file.members else file.size
-                if group is not None:
-                    meta = self._footer(file).meta
-                    end = meta.row_group(group).num_rows if group < meta.num_row_groups else 0
-                if row >= end and not file.sequential:
-                    address = where(Address(each.name, group, row))
-                    raise ConfigError(f"skip: there is no document at {address}")
 
     # Fetching
 
@@ -134,13 +118,15 @@ class Reader:
     def read(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> Documents:
         """Return the documents of a chunk that are in the chosen split."""
         file = ref.file
-        validator = ChunkValidator(ref, self._settings, self._skip)
+        validator = ChunkValidator(ref, self._settings)
         if fetched is None:
             fetched = self.fetch(ref) if file.remote else []
         if file.members:
-            limit, members = validator.max_bytes + 1, [] if fetched else _members(ref)
-            files = [(PlainFile(each, self._clock), each.size + 1) for each in members]
-            parts = fetched or [opened.read(0, min(size, limit)) for opened, size in files]
+            limit = validator.max_bytes + 1
+            parts = fetched or [
+                PlainFile(each, self._clock).read(0, min(each.size + 1, limit))
+                for each in _members(ref)
+            ]
             rows = np.arange(*ref.bounds(len(file.members)), dtype=np.int64)
             return validator.documents(self._table(map(bytes, parts)), rows)
         if file.format != "parquet":

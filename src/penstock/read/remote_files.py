@@ -71,7 +71,6 @@ class RemoteFiles:
                     try:
                         response.read_into(view[done:])
                     finally:
-                        stats.add(bytes=response.done)
                         # Without an ETag nothing tells that the rest is of the same version.
                         done += response.done if file.path in self._etags else 0
             stats.add_read(length, time.monotonic() - deadline.began)

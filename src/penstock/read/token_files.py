@@ -347,7 +347,7 @@ class SyntheticDataset(RowDataset):
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
         keys = mix_array(mix(self.seed), self._checked(indices))
-        x = mix_array(0, keys[:, None] + np.arange(self.seq_len + 1, dtype=np.uint64))
+        x = mix_array(0, np.add.outer(keys, np.arange(self.seq_len + 1, dtype=np.uint64)))
         # The upper 32 bits, scaled to the vocabulary.
         return ((x >> np.uint64(32)) * np.uint64(self.vocab_size) >> np.uint64(32)).astype(
             self.dtype

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +29,14 @@ from penstock.types import Address, Bad, ChunkRef, Documents
 COMPARISON = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>|not in\b|in\b)\s*(.+)", re.DOTALL)
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-Skip = Mapping[str, Collection[tuple[int | None, int]]]
-"""By file: the row groups and rows to leave out."""
 
 
 class ChunkValidator:
     """Judges the records of one chunk, and notes those that are left out."""
 
-    def __init__(self, ref: ChunkRef, settings: ReadSettings, skip: Skip) -> None:
+    def __init__(self, ref: ChunkRef, settings: ReadSettings) -> None:
         """A chunk with the number -1 is the whole file."""
-        self._ref, self._settings, self._skip = ref, settings, skip
+        self._ref, self._settings = ref, settings
         self.max_bytes = settings.max_doc_bytes
         self._group = ref.index if ref.file.format == "parquet" and ref.index >= 0 else None
         self.bad: list[Bad] = []
@@ -66,8 +63,8 @@ class ChunkValidator:
         except pa.ArrowInvalid:
             column = self._blank_invalid(column.cast(pa.large_binary()), rows)
         n_empty = int(np.count_nonzero(lengths(column) == 0)) - len(self.bad)
-        if self._skip:
-            skipped = [self._is_skipped(row) for row in rows.tolist()]
+        if skip := self._settings.skip:
+            skipped = [self._address(row) in skip for row in rows.tolist()]
             column = blank(column, np.flatnonzero(skipped))
         return Documents(column, rows, last, self.bad, max(0, n_empty), before - len(rows))
 
@@ -129,10 +126,6 @@ class ChunkValidator:
         if members := self._ref.file.members:
             return Address(members[row].name, None, 0)
         return Address(self._ref.file.name, self._group, row)
-
-    def _is_skipped(self, row: int) -> bool:
-        file, group, row = self._address(row)
-        return (group, row) in self._skip.get(file, ())
 
 
 def where(address: Address) -> str:
