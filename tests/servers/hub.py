@@ -120,20 +120,11 @@ class HubServer(Loopback):
                 return self._bucket_tree(call, f"buckets/{org}/{name}", "".join(prefix))
             case ["buckets", org, name, "resolve", *path]:
                 return self._answer_resolve(call, f"buckets/{org}/{name}", "main", "/".join(path))
-            case ["api", "datasets", first, *rest]:
-                return self._answer_api(call, *self._name(first, rest))
-            case ["datasets", first, *rest]:
-                name, rest = self._name(first, rest)
-                match rest:
-                    case ["resolve", revision, _, *_]:
-                        return self._answer_resolve(call, name, revision, "/".join(rest[2:]))
+            case ["api", "datasets", org, name, *rest]:
+                return self._answer_api(call, f"{org}/{name}", rest)
+            case ["datasets", org, name, "resolve", revision, *path]:
+                return self._answer_resolve(call, f"{org}/{name}", revision, "/".join(path))
         return reply_error(404, "Sorry, we can't find the page you are looking for.")
-
-    def _name(self, first: str, rest: list[str]) -> tuple[str, list[str]]:
-        """Tell a repository's name, of one part or two, from what follows it."""
-        with self._lock:
-            single = first in self._repositories
-        return (first, rest) if single or not rest else (f"{first}/{rest[0]}", rest[1:])
 
     def _known(self, token: str) -> bool:
         with self._lock:
@@ -202,11 +193,14 @@ class HubServer(Loopback):
         repository = self._enter(call, name)
         if isinstance(repository, Reply):
             return repository
-        entries = sorted(repository.head().entries.items())
-        return self._page(call, [
+        commit = repository.at("main")
+        assert commit is not None
+        items = [
             {"type": "file", "path": path, "size": entry.content.size, "xetHash": entry.xet_hash}
-            for path, entry in entries if path.startswith(prefix)
-        ], {})  # fmt: skip
+            for path, entry in sorted(commit.entries.items())
+            if path.startswith(prefix)
+        ]
+        return self._page(call, items, {})
 
     def _tree(self, call: Call, commit: Commit, folder: str) -> Reply:
         query = parse_qs(call.query)

@@ -161,11 +161,6 @@ class Repository:
             self._by_sha256.update({entry.content.sha256: entry.content for entry in made.values()})
             return commit.sha
 
-    def head(self) -> Commit:
-        """The commit that `main` stands for."""
-        with self._lock:
-            return self._commits[self._branches["main"]]
-
     def at(self, revision: str) -> Commit | None:
         """The commit of that sha or branch."""
         with self._lock:

@@ -45,7 +45,7 @@ log = logging.getLogger("penstock")
 T = TypeVar("T")
 Headers = Mapping[str, str]
 MAX_BODY = 64 * MiB
-"""The longest listing or card."""
+"""The longest body of a listing, a card or a redirect."""
 MAX_PAUSE_S = 10.0
 BELIEVED = 3
 """How often an error that ends a run has to be met to be believed."""
@@ -57,8 +57,6 @@ CONNECTIONS = 64
 """Idle connections kept for each host."""
 HOPS = 5
 """Redirects followed for one request."""
-MAX_REDIRECT = 64 * KiB
-"""The longest body of a redirect."""
 RETRY = frozenset({408, 425, 429})
 """Statuses below 500 that may be different next time."""
 KEEPALIVE = [
@@ -120,7 +118,6 @@ class Deadline:
         self.began = self._window = time.monotonic()
         self.until = min(until, self.began + limits.request_timeout)
         self.limits = limits
-        self.connect_s = 0.0
         self.cancelled = False
         self._bytes = 0
         self._socket: socket.socket | None = None
@@ -291,6 +288,9 @@ class Response:
         """Return a small body."""
         return b"".join(self.parts(MAX_BODY))
 
+    def text(self) -> str:
+        return self.body().decode("utf-8", "replace")
+
     def read_into(self, view: memoryview) -> None:
         """Read a body of just this length."""
         for part in self.parts(len(view)):
@@ -372,7 +372,7 @@ class NetworkStats:
         """Return where requests spend their time, over all threads."""
         with self._lock:
             waits, counts = sorted(chain(*self._reads.values())) or [0.0], self.counts
-            parts = ("connect_s", "first_byte_s", "body_s", "retry_s")
+            parts = ("first_byte_s", "body_s", "retry_s")
             return {
                 **{name: round(counts[name], 6) for name in parts},
                 **{f"p{p}_ms": round(1e3 * waits[len(waits) * p // 101], 3) for p in (50, 95, 99)},
@@ -556,7 +556,7 @@ class Network:
                     yield response
                     return
                 place = place.redirected(location, response.private)
-                list(response.parts(MAX_REDIRECT))  # so that the connection can be used again
+                response.body()  # so that the connection can be used again
         raise RequestError("redirect", RemoteError(f"more than {HOPS} redirects"))
 
     @contextmanager
@@ -567,14 +567,13 @@ class Network:
             self._manager(place).urlopen, "GET", place.url, headers=headers, timeout=timeout,
             retries=False, redirect=False, preload_content=False, decode_content=False,
         )  # fmt: skip
-        began, deadline.connect_s = time.perf_counter(), 0.0
+        began = time.perf_counter()
         self.stats.add(requests=1)
         self._current.deadline = deadline
         try:
             raw = explained(send)
             answered = time.perf_counter()
-            first_byte_s = answered - began - deadline.connect_s
-            self.stats.add(connect_s=deadline.connect_s, first_byte_s=first_byte_s)
+            self.stats.add(first_byte_s=answered - began)
             deadline.restart_rate()
             response = Response(raw, place)
             try:
@@ -618,9 +617,7 @@ class Network:
             private = False
 
             def connect(self) -> None:
-                began = time.perf_counter()
                 super().connect()
-                current.deadline.connect_s = time.perf_counter() - began
                 current.deadline.timeout_s()  # nothing is sent after a cancellation
                 if proxy is None:
                     self.private = place.check_address(self.sock.getpeername()[0])

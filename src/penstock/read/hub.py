@@ -33,7 +33,7 @@ MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Raised by listings and cards of another form, or nested too deep."""
 
 _SHA = re.compile(r"[0-9a-f]{40}")
-_REPO = r"\w[\w.-]{0,95}+(?:/\w[\w.-]{0,95}+)?+"
+_REPO = r"\w[\w.-]{0,95}+/\w[\w.-]{0,95}+"
 _ADDRESS = re.compile(
     rf"hf://(?P<kind>datasets|buckets)/(?P<repo>{_REPO})"
     r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)|[^/\s]+))?(?:/(?P<path>.*))?",
@@ -58,13 +58,9 @@ def parse(url: str) -> HubName:
     """Return what an hf:// address names, or raise an error that shows how to write one."""
     if found := _ADDRESS.fullmatch(url):
         repo, path = found["repo"], (found["path"] or "").removesuffix("/")
-        revision = unquote(found["revision"] or "main")
-        # A name without an organisation needs a revision before a path.
-        clear = "/" in repo or found["revision"] is not None or not path
-        if found["kind"] == "buckets":
-            clear, revision = "/" in repo and found["revision"] is None, ""
-        if clear and sound(f"{revision or 'none'}/{path or 'all'}"):
-            return HubName(repo, revision, path)
+        bucket, revision = found["kind"] == "buckets", unquote(found["revision"] or "main")
+        if sound(f"{revision}/{path or 'all'}") and not (bucket and found["revision"]):
+            return HubName(repo, "" if bucket else revision, path)
     raise ConfigError(f"{url}: needs the form {FORM} or {BUCKET}ORG/NAME/path-or-glob")
 
 
@@ -75,12 +71,10 @@ def sound(path: str) -> bool:
 
 def resolve_url(path: str) -> str:
     """Return the address of a file's bytes, by the `path` of its `FileRef`."""
-    if path.startswith(BUCKET):
-        org, bucket, name = path.removeprefix(BUCKET).split("/", 2)
-        return f"{hub_endpoint()}/buckets/{org}/{bucket}/resolve/{quote(name)}"
-    repo, _, rest = path.removeprefix("hf://datasets/").partition("@")
-    sha, _, name = rest.partition("/")
-    return f"{hub_endpoint()}/datasets/{repo}/resolve/{quote(sha, safe='')}/{quote(name)}"
+    kind, org, name, file = path.removeprefix("hf://").split("/", 3)
+    name, _, sha = name.partition("@")
+    start = f"{sha}/" if sha else ""
+    return f"{hub_endpoint()}/{kind}/{org}/{name}/resolve/{start}{quote(file)}"
 
 
 def refusal(address: str, refused: Refused) -> SourceError:
@@ -94,8 +88,7 @@ def refusal(address: str, refused: Refused) -> SourceError:
     if refused.code in ("RevisionNotFound", "EntryNotFound"):
         return SourceError(f"{address} does not exist. See {page}")
     if refused.code == "RepoNotFound" or refused.status in (401, 404):
-        form = "One without an organisation is written hf://datasets/NAME@main/…"
-        text = f"There is no {kind[:-1]} {repo} (see {page}), or it is private. {form}"
+        text = f"There is no {kind[:-1]} {repo} (see {page}), or it is private"
         return SourceError(f"{text}; for private data {login}")
     return SourceError(f"{address}: access is refused ({refused.status}); {login}")
 
@@ -142,16 +135,7 @@ class Repository:
     def card(self) -> str:
         """Return the dataset's card, or nothing."""
         address = f"{self.prefix}README.md"
-
-        def read(response: Response) -> str:
-            text = response.body().decode("utf-8", "replace")
-            # Without its front matter, other files would be taken for the data.
-            if text.startswith("-") and "\n---" not in text:
-                error = SourceError(f"{address}: its front matter does not end. Name files: {FORM}")
-                raise RequestError("cut", error)
-            return text
-
-        make = partial(self._get, resolve_url(address), address, read, "")
+        make = partial(self._get, resolve_url(address), address, Response.text, "")
         return str(self._known("cards", [address, hub_endpoint()], make, moving=False))
 
     def _get(
@@ -226,37 +210,49 @@ def _entries(page: list[Any], address: str, start: str, tag: str) -> Iterable[En
 # Cards
 
 
-Config = tuple[str, bool, str, dict[str, list[str]]]
-"""Name, whether it is the default, the folder of its patterns, and the patterns of each split."""
+Configurations = dict[str, tuple[str, list[str]]]
+"""The folder and the patterns of each NAME and NAME/SPLIT."""
 
 
-def configurations(text: str, where: str) -> list[Config]:
-    """Return the configurations that a card names."""
+def configurations(text: str, where: str) -> tuple[Configurations, str]:
+    """Return the configurations that a card names, and the name of the default."""
     head = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", text, re.DOTALL | re.MULTILINE)
+    if head is None and text.startswith("---"):  # other files would be taken for the data
+        raise SourceError(f"{where}: its front matter does not end. Name files: {FORM}")
     if head is None or "configs" not in head[1]:
-        return []
+        return {}, ""
     try:
         import yaml
     except ImportError:
         raise missing_extra("pyyaml", "reading a dataset card", "hf") from None
+    found: Configurations = {}
+    default = ""
     try:
-        return [_config(item) for item in yaml.safe_load(head[1]).get("configs") or []]
+        configs = yaml.safe_load(head[1]).get("configs") or []
+        for item in configs:
+            name, splits = _plain(item.get("config_name", "default")), _splits(item)
+            folder = _plain(item.get("data_dir") or "")
+            found |= {f"{name}/{split}": (folder, patterns) for split, patterns in splits.items()}
+            if len(splits) < 2 or "train" in splits:
+                found[name] = folder, splits.get("train", next(iter(splits.values()), []))
+            if item.get("default") is True or len(configs) == 1:
+                default = default or name
     except (yaml.YAMLError, *MALFORMED) as error:
         why = " ".join(str(error).split())[:200]
         advice = "Name the files instead: …/NAME/path-or-glob"
         raise SourceError(f"{where} cannot be understood: {why}. {advice}") from None
+    return found, default or "default"
 
 
-def _config(item: dict[str, Any]) -> Config:
-    """Read one configuration. `data_files` is a pattern, a list of them, or a list of splits."""
+def _splits(item: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the patterns of each split. `data_files` is a pattern, or a list of them or of splits."""
     files = item.get("data_files") or []
     splits: dict[str, list[str]] = {}
     for entry in files if isinstance(files, list) else [files]:
         split = entry if isinstance(entry, dict) else {"path": entry}
         paths = split["path"] if isinstance(split["path"], list) else [split["path"]]
         splits.setdefault(_plain(split.get("split", "train")), []).extend(map(_plain, paths))
-    name, folder = item.get("config_name", "default"), item.get("data_dir") or ""
-    return _plain(name), item.get("default") is True, _plain(folder), splits
+    return splits
 
 
 def _plain(value: Any) -> str:
@@ -266,22 +262,16 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def choose(configs: list[Config], wanted: str | None, where: str) -> tuple[str, list[str] | None]:
-    """Return the folder and the patterns of a configuration; None for the folder's data files."""
-    if wanted is None and not configs:
+def choose(text: str, wanted: str | None, where: str) -> tuple[str, list[str] | None]:
+    """Return the folder and the patterns of a card's configuration; None for all data files."""
+    table, default = configurations(text, where)
+    if wanted is None and not table:
         return "", None
-    table: dict[str, tuple[str, list[str]]] = {}  # by NAME and by NAME/SPLIT
-    for name, _, folder, splits in configs:
-        table |= {f"{name}/{split}": (folder, patterns) for split, patterns in splits.items()}
-        if len(splits) < 2 or "train" in splits:
-            table[name] = folder, splits.get("train", next(iter(splits.values()), []))
-    if wanted is None:
-        marked = [name for name, default, *_ in configs if default or len(configs) == 1]
-        wanted = next(iter(marked), "default")
-    if wanted not in table:
+    if (wanted or default) not in table:
         names = ", ".join(f"config={name!r}" for name in table)
-        raise ConfigError(f"{where}: has no configuration or split {wanted!r}. Choose: {names}")
-    folder, patterns = table[wanted]
+        missing = f"has no configuration or split {wanted or default!r}"
+        raise ConfigError(f"{where}: {missing}. Choose: {names}")
+    folder, patterns = table[wanted or default]
     folder = "" if folder in ("", ".", "./") else _confined(folder, "", where)
     return folder, [_confined(pattern, folder, where) for pattern in patterns] or None
 

@@ -164,10 +164,12 @@ def _local(source: str, format: Format | None) -> list[FileRef]:
 
 
 def _files_below(root: Path) -> Iterator[str]:
-    """Return the paths of all files below a folder, also where links lead."""
-    # The system ends a loop of links with an error.
+    """Return the paths of all files below a folder, also where links lead, each folder once."""
+    seen = {os.path.realpath(root)}
     for folder, folders, names in os.walk(root, onerror=_unlistable, followlinks=True):
-        folders[:] = sorted(name for name in folders if not is_marker(name))
+        inside = {os.path.realpath(os.path.join(folder, name)): name for name in sorted(folders)}
+        folders[:] = [n for real, n in inside.items() if real not in seen and not is_marker(n)]
+        seen.update(inside)
         yield from (os.path.join(folder, name) for name in names if not is_marker(name))
 
 
@@ -299,12 +301,12 @@ def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
         return [entry for entry in entries if matches(_below(entry.name, base))], base
     # A path with a known ending is looked for as a file first, any other as a folder.
     named = classify(pattern) is not None
-    if named and (file := tree.one(pattern)) is not None:
-        return [file], pattern.rpartition("/")[0]
-    inside = [e for e in tree.below(pattern, True) if not is_marker(_below(e.name, pattern))]
-    if not inside and pattern and not named and (file := tree.one(pattern)) is not None:
-        return [file], pattern.rpartition("/")[0]
-    return inside, pattern
+    file = tree.one(pattern) if named else None
+    entries = [] if file else tree.below(pattern, True)
+    inside = [e for e in entries if not is_marker(_below(e.name, pattern))]
+    if pattern and not named and not inside:
+        file = tree.one(pattern)
+    return ([file], pattern.rpartition("/")[0]) if file else (inside, pattern)
 
 
 def _below(path: str, folder: str) -> str:
@@ -373,7 +375,7 @@ class RemoteListing:
         # Most often the default is all or most of a repository, so it is listed beside the card.
         listing: list[Callable[[], Any]] = [] if self._config else [tree.list_all]
         text = self._network.gather([tree.card, *listing])[0]
-        folder, patterns = hub.choose(hub.configurations(text, where), self._config, where)
+        folder, patterns = hub.choose(text, self._config, where)
         if patterns is None:
             entries = tree.below(folder, True)
             found = sorted(hub.data_files(entries, f"{tree.prefix}{folder}", format))

@@ -154,7 +154,7 @@ class Reader:
             records = text.read_records(source, *self._span(ref), separator, validator.max_bytes)
             documents = self._read_records(ref, records, source.broken is not None, validator)
         elif ref.index == ref.part == 0:
-            data = text.read_whole(source, validator.max_bytes)
+            data = source.read(0, validator.max_bytes + 1)
             if source.broken is None:
                 rows = np.zeros(1, np.int64)
                 documents = validator.documents(self._table([data]), rows, last=True)

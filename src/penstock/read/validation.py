@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -170,59 +169,51 @@ class Quarantine:
 # Filters and transforms
 
 
-@dataclass(frozen=True)
-class RowFilter:
-    """Rows to keep."""
+def parse_filter(value: Any) -> pc.Expression:
+    """Return the filter that a user gave: an expression, tuples, or comparisons as text."""
+    if isinstance(value, pc.Expression):
+        return value
+    try:
+        every = [value] if isinstance(value, str) else list(value)
+        if all(isinstance(each, str) or isinstance(each[0], str) for each in every):
+            every = [every]  # one conjunction
+        return pq.filters_to_expression([[_comparison(each) for each in some] for some in every])
+    except (TypeError, ValueError, LookupError, pa.ArrowException) as error:
+        needs = "a pyarrow expression, tuples such as [('score', '>=', 3)], or 'score >= 3'"
+        raise ConfigError(f"filter={value!r:.200}: must be {needs} ({error})") from error
 
-    expression: pc.Expression
 
-    @classmethod
-    def of(cls, value: Any) -> RowFilter | None:
-        """Return the filter that a user gave: an expression, tuples, or comparisons as text."""
-        if value is None or isinstance(value, pc.Expression):
-            return None if value is None else cls(value)
+def filter_columns(wanted: pc.Expression, schema: pa.Schema, where: str) -> list[str]:
+    """Return the columns that a filter reads, or raise if there is none of a name."""
+    table, needed = schema.empty_table(), []
+    filter_rows(wanted, table, where)
+    for name in schema.names:
         try:
-            every = [value] if isinstance(value, str) else list(value)
-            if all(isinstance(each, str) or isinstance(each[0], str) for each in every):
-                every = [every]  # one conjunction
-            comparisons = [[_comparison(each) for each in some] for some in every]
-            return cls(pq.filters_to_expression(comparisons))
-        except (TypeError, ValueError, LookupError, pa.ArrowException) as error:
-            needs = "a pyarrow expression, tuples such as [('score', '>=', 3)], or 'score >= 3'"
-            raise ConfigError(f"filter={value!r:.200}: must be {needs} ({error})") from error
+            table.drop_columns([name]).filter(wanted)
+        except pa.ArrowException:
+            needed.append(name)
+    return needed
 
-    def __str__(self) -> str:
-        return str(self.expression)
 
-    def columns(self, schema: pa.Schema, where: str) -> list[str]:
-        """Return the columns that the filter reads, or raise if there is none of a name."""
-        table, needed = schema.empty_table(), []
-        self.rows(table, where)
-        for name in schema.names:
-            try:
-                table.drop_columns([name]).filter(self.expression)
-            except pa.ArrowException:
-                needed.append(name)
-        return needed
+def filter_rows(wanted: pc.Expression, table: pa.Table, where: str) -> I64:
+    """Return the numbers of the rows to keep."""
+    numbered = table.append_column("__row", integers(np.arange(len(table))))
+    try:
+        return np.asarray(numbered.filter(wanted).column("__row"))
+    except pa.ArrowException as error:
+        why = str(error).partition(" in ")[0].partition("\n")[0]
+        names = ", ".join(table.column_names)
+        raise ConfigError(f"filter {wanted}: {why}. {where} has the columns {names}.") from error
 
-    def rows(self, table: pa.Table, where: str) -> I64:
-        """Return the numbers of the rows to keep."""
-        numbered = table.append_column("__row", integers(np.arange(len(table))))
-        try:
-            return np.asarray(numbered.filter(self.expression).column("__row"))
-        except pa.ArrowException as error:
-            why = str(error).partition(" in ")[0].partition("\n")[0]
-            names = ", ".join(table.column_names)
-            raise ConfigError(f"filter {self}: {why}. {where} has the columns {names}.") from error
 
-    def row_groups(self, meta: pq.FileMetaData) -> set[int]:
-        """Return the row groups whose statistics do not rule out a match."""
-        import pyarrow.dataset as ds
+def filter_groups(wanted: pc.Expression, meta: pq.FileMetaData) -> set[int]:
+    """Return the row groups whose statistics do not rule out a match."""
+    import pyarrow.dataset as ds
 
-        sink = pa.BufferOutputStream()
-        meta.write_metadata_file(sink)
-        fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(sink.getvalue()))
-        return {group.id for group in fragment.subset(self.expression).row_groups}
+    sink = pa.BufferOutputStream()
+    meta.write_metadata_file(sink)
+    fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(sink.getvalue()))
+    return {group.id for group in fragment.subset(wanted).row_groups}
 
 
 def _comparison(value: Any) -> tuple[str, str, Any]:
@@ -241,7 +232,7 @@ def _comparison(value: Any) -> tuple[str, str, Any]:
 def select(settings: ReadSettings, table: pa.Table, rows: I64, where: str) -> tuple[pa.Array, I64]:
     """Return the texts that pass the filter and the transform, and their rows."""
     if settings.filter is not None and len(rows):
-        kept = settings.filter.rows(table, where)
+        kept = filter_rows(settings.filter, table, where)
         table, rows = table.take(integers(kept)), rows[kept]
     if settings.transform is None or not len(rows):
         return combined(table.column(settings.text_field)), rows

@@ -33,7 +33,6 @@ from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
 from penstock.prepare.manifest import require_settings
 from penstock.read import ReadSettings
-from penstock.read.arrow_utils import empty
 from penstock.read.parquet import BombError
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.storage import Bytes
@@ -140,7 +139,7 @@ class TextWork(Work):
     def read_next(self, ref: ChunkRef, before: Documents | TokenChunk | None = None) -> Documents:
         """Return the documents of a chunk of a sequential file; `before` is the chunk before it."""
         if before is not None and before.last:
-            return Documents(empty(pa.large_string()), np.empty(0, np.int64), last=True)
+            return Documents(pa.nulls(0, pa.large_string()), np.empty(0, np.int64), last=True)
         return self.decode(ref)
 
     def decode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> Documents:

@@ -19,7 +19,6 @@ from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
 from penstock.order.plan import Plan
-from penstock.read.arrow_utils import empty
 from penstock.read.resumable_iterator import END, ResumableIterator, SharedPosition, name_of
 from penstock.sources.base import RunContext, Work, noted
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, ChunkSource
@@ -108,7 +107,7 @@ class DocumentReader:
         """Return a chunk of an epoch; an empty last one if the epoch has fewer."""
         while (epoch, number) not in self._ready:
             if (epoch, number) < self._next:
-                return Documents(empty(pa.large_string()), np.empty(0, np.int64), last=True)
+                return Documents(pa.nulls(0, pa.large_string()), np.empty(0, np.int64), last=True)
             try:
                 next(self._reading)
             except Exception as error:  # every later read follows this one, and fails with it
