@@ -288,9 +288,6 @@ class Response:
         """Return a small body."""
         return b"".join(self.parts(MAX_BODY))
 
-    def text(self) -> str:
-        return self.body().decode("utf-8", "replace")
-
     def read_into(self, view: memoryview) -> None:
         """Read a body of just this length."""
         for part in self.parts(len(view)):

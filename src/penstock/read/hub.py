@@ -135,7 +135,16 @@ class Repository:
     def card(self) -> str:
         """Return the dataset's card, or nothing."""
         address = f"{self.prefix}README.md"
-        make = partial(self._get, resolve_url(address), address, Response.text, "")
+
+        def read(response: Response) -> str:
+            text = response.body().decode("utf-8", "replace")
+            # Without its front matter, other files would be taken for the data.
+            if text.startswith("-") and "\n---" not in text:
+                error = SourceError(f"{address}: its front matter does not end. Name files: {FORM}")
+                raise RequestError("cut", error)
+            return text
+
+        make = partial(self._get, resolve_url(address), address, read, "")
         return str(self._known("cards", [address, hub_endpoint()], make, moving=False))
 
     def _get(
@@ -217,8 +226,6 @@ Configurations = dict[str, tuple[str, list[str]]]
 def configurations(text: str, where: str) -> tuple[Configurations, str]:
     """Return the configurations that a card names, and the name of the default."""
     head = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", text, re.DOTALL | re.MULTILINE)
-    if head is None and text.startswith("---"):  # other files would be taken for the data
-        raise SourceError(f"{where}: its front matter does not end. Name files: {FORM}")
     if head is None or "configs" not in head[1]:
         return {}, ""
     try:
