@@ -137,7 +137,6 @@ def test_a_slow_server_is_charged_to_fetch_and_the_parts_of_a_fetch_are_told_apa
         found,
         exposed,
     )  # a busy machine waits for other things too
-    assert stats.fetch["first_byte_s"] > stats.fetch["connect_s"]
     assert stats.fetch["first_byte_s"] > stats.fetch["body_s"]
     assert stats.fetch["p95_ms"] >= 90
     assert "fetch" in stats.verdict

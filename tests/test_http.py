@@ -18,7 +18,7 @@ import pytest
 
 from penstock import RemoteOptions
 from penstock.errors import RemoteError
-from penstock.read.http import Network, Place, RequestError
+from penstock.read.http import Network, Place, RequestError, Response
 from penstock.read.remote_files import RemoteFiles
 from penstock.types import FileRef
 from tests.servers import Fault, FileServer
@@ -98,7 +98,7 @@ def network() -> Iterator[Network]:
 
 
 def get(network: Network, url: str, token: str | None = None) -> bytes:
-    return network.get(url, "the body", token, lambda body, headers: body)
+    return network.get(url, "the body", Response.body, token)
 
 
 # Connections, TLS and proxies

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError, SourceError
-from penstock.read.hub import HubName, choose, configurations, data_files, parse
+from penstock.read.hub import HubName, choose, data_files, parse
 from penstock.read.listing import Entry, full_address
 
 # Addresses
@@ -26,7 +26,7 @@ def test_short_names_and_pages_of_the_hub_are_addresses(
         (page, "hf://datasets/org/name/"),
         (f"{page}/tree/main/data%20x?p=1", "hf://datasets/org/name@main/data x"),
         (f"{page}/resolve/refs%2Fpr/a.txt", "hf://datasets/org/name@refs%2Fpr/a.txt"),
-        ("https://hf.co/datasets/squad/tree/v1", "hf://datasets/squad@v1/"),
+        ("https://hf.co/datasets/org/name/tree/v1", "hf://datasets/org/name@v1/"),
         ("org/name.jsonl", "org/name.jsonl"),
         ("org/name/deeper", "org/name/deeper"),
     ):
@@ -39,8 +39,6 @@ def test_short_names_and_pages_of_the_hub_are_addresses(
     ("address", "name"),
     [
         ("org/name/", ("org/name", "main", "")),
-        ("squad", ("squad", "main", "")),
-        ("squad@v1/a.parquet", ("squad", "v1", "a.parquet")),
         ("org/name@v1/a/*.parquet", ("org/name", "v1", "a/*.parquet")),
         ("org/name/a@b/c.txt", ("org/name", "main", "a@b/c.txt")),
         ("org/name@refs/convert/parquet/x/y", ("org/name", "refs/convert/parquet", "x/y")),
@@ -57,10 +55,10 @@ def test_an_address_names_repository_revision_and_path(
 @pytest.mark.parametrize(
     "url",
     [
-        "hf://org/name", "hf://datasets/", "hf://datasets/org//x", "hf://datasets/org/..", "hf://datasets/or g/name",
+        "hf://org/name", "hf://datasets/", "hf://datasets/squad@v1/x", "hf://datasets/org//x", "hf://datasets/org/..", "hf://datasets/or g/name",
         "hf://datasets/org/name@", "hf://datasets/org/name@a b/x", "hf://datasets/org/name@..%2F../x",
         "hf://datasets/org/name/../x", "hf://datasets/org/name/a\\b", "hf://datasets/org/name/a\0b",
-        "hf://datasets/" + "a" * 200,
+        "hf://datasets/" + "a" * 200, "hf://buckets/name", "hf://buckets/org/name@v1/x", "hf://buckets/org/name/../x",
     ],
 )  # fmt: skip
 def test_a_malformed_address_is_refused_with_the_right_form(url: str) -> None:
@@ -76,7 +74,7 @@ def front(text: str) -> str:
 
 
 def chosen(text: str, wanted: str | None = None) -> list[str] | None:
-    return choose(configurations(front(text), "the card"), wanted, "the card")[1]
+    return choose(front(text), wanted, "the card")[1]
 
 
 FINEWEB = """

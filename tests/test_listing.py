@@ -143,23 +143,12 @@ def test_a_folder_a_glob_and_a_file_are_named_as_a_local_copy_would_be(
         ]
 
 
-def test_a_name_and_a_pasted_page_list_the_dataset(
-    hub: HubServer, lister: Lister, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    hub.add("org/name", FILES, card=CARD)
-    whole = lister("hf://datasets/org/name")
-    assert lister("org/name") == lister("https://huggingface.co/datasets/org/name") == whole
-    page = "https://huggingface.co/datasets/org/name/blob/main/notes.txt"
-    assert lister(page) == lister("hf://datasets/org/name/notes.txt")
-
-
 def test_a_file_carries_its_commit_its_size_and_its_etag(hub: HubServer, lister: Lister) -> None:
     repo = hub.add("org/name", FILES)
     (file,) = lister("hf://datasets/org/name/data/x/001.parquet")
     assert file.path == f"hf://datasets/org/name@{repo.sha}/data/x/001.parquet"
     assert (file.size, len(file.etag), file.remote) == (2, 64, True)
-    (small,) = lister("hf://datasets/org/name/notes.txt")
+    (small,) = lister("https://huggingface.co/datasets/org/name/blob/main/notes.txt")
     assert len(small.etag) == 40
 
 

@@ -112,7 +112,7 @@ def test_a_file_whose_date_changes_during_a_run_is_another_file(
             next(loader)
             os.utime(path, (1_700_000_000, 1_700_000_000))
             server.put("docs.jsonl", path)
-            changed = r"its date was .* it is Tue 14 Nov 2023 22:13:20 GMT"
+            changed = r"its date was .* it is Tue, 14 Nov 2023 22:13:20 GMT"
             with pytest.raises(SourceError, match=changed):
                 list(loader)
 

@@ -42,10 +42,9 @@ FORMS = ["parquet", "docs.jsonl", "docs.jsonl.gz"]
 @pytest.fixture(scope="module")
 def serving(corpus: Path) -> Iterator[HubServer]:
     with HubServer() as hub:
-        hub.add(
-            "org/name",
-            {p.relative_to(corpus).as_posix(): p for p in corpus.rglob("*") if p.is_file()},
-        )
+        files = {p.relative_to(corpus).as_posix(): p for p in corpus.rglob("*") if p.is_file()}
+        hub.add("org/name", files)
+        hub.add_bucket("org/bucket", {**files, "parquet-old/c.parquet": b"?"}, private=True)
         yield hub
 
 
@@ -289,3 +288,54 @@ def test_streaming_local_files_imports_nothing_of_the_network(corpus: Path) -> N
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+# Storage buckets on the Hub
+
+
+@pytest.mark.parametrize("path", ["parquet", "parquet/*.parquet", "docs.jsonl"])
+def test_a_storage_bucket_gives_the_stream_of_a_local_copy(
+    hub: HubServer, corpus: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "page_size", 2)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    make, local = maker(f"hf://buckets/org/bucket/{path}"), ledger(maker(corpus / path), 10**6)
+    assert ledger(make, 10**6) == local
+    sent = {(r.port, r.headers.get("authorization")) for r in hub.log}
+    assert sent == {("hub", "Bearer hf_secret"), ("cdn", None)}
+    hub.clear_log()
+    assert ledger(make, 10**6) == local
+    assert {r.path.split("/")[1] for r in hub.log} == {"api"}, "listed again, from the cache"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert ledger(make, 10**6) == local
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("none/a.parquet", "There is no bucket org/none.*or it is private.*HF_TOKEN"),
+        ("bucket/a.parquet", r"hf://buckets/org/bucket/a\.parquet does not exist"),
+        ("bucket/*.csv", "matches no file"),
+    ],
+)
+def test_a_bucket_or_file_that_does_not_exist_is_named(
+    hub: HubServer, path: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with pytest.raises(SourceError, match=words):
+        maker(f"hf://buckets/org/{path}")()
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_file_of_a_bucket_that_changes_after_it_was_listed_ends_the_run(
+    hub: HubServer, corpus: Path, batches: int
+) -> None:
+    data = (corpus / "docs.jsonl").read_bytes()
+    bucket = hub.add_bucket("org/moving", {"a.jsonl": data})
+    make = maker("hf://buckets/org/moving/a.jsonl", cache=False, chunk_bytes=1024)
+    with make(n_workers=1, prefetch_size=1, epochs=None) as loader:
+        take(loader, batches)
+        bucket.commit({"a.jsonl": data.replace(b"e", b"a")})
+        hub.expire_signatures()
+        with pytest.raises(SourceError, match=r"moving/a\.jsonl changed: its ETag was"):
+            take(loader, 10**4)

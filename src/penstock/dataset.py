@@ -102,9 +102,9 @@ class TextDataset:
             transform=options.transform,
         )
         if options.filter is not None:
-            from penstock.read.validation import RowFilter
+            from penstock.read.validation import parse_filter
 
-            self.read = replace(self.read, filter=RowFilter.of(options.filter))
+            self.read = replace(self.read, filter=parse_filter(options.filter))
 
     @staticmethod
     def from_iterable(source: Any, *, tokenizer: Any, seq_len: int, **more: Any) -> TextIterable:

@@ -193,7 +193,7 @@ class Pipeline:
         """Return the facts that a verdict depends on."""
         gauges = self._producer.gauges()
         times = gauges.get("fetch") or {}
-        spent_s = sum(times.get(f"{part}_s", 0.0) for part in ("connect", "first_byte", "body"))
+        spent_s = sum(times.get(f"{part}_s", 0.0) for part in ("first_byte", "body"))
         return Known(
             n_workers=self._pool.n_workers,
             cores=self._cores,

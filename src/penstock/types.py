@@ -59,6 +59,7 @@ class Member(NamedTuple):
     path: str
     name: str
     size: int
+    etag: str = ""
 
 
 def shown_address(address: str) -> str:

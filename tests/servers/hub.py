@@ -71,6 +71,10 @@ class HubServer(Loopback):
             self._repositories[name] = repository
         return repository
 
+    def add_bucket(self, name: str, files: Mapping[str, Source], **access: Any) -> Repository:
+        """Add a storage bucket; its `commit` replaces files in place."""
+        return self.add(f"buckets/{name}", files, **access)
+
     def expire_signatures(self) -> None:
         """From now on the second port refuses every address that was given out before."""
         with self._lock:
@@ -112,20 +116,15 @@ class HubServer(Loopback):
             unquote(part.encode("latin-1")) for part in call.target.partition("?")[0].split("/")[1:]
         ]
         match parts:
-            case ["api", "datasets", first, *rest]:
-                return self._answer_api(call, *self._name(first, rest))
-            case ["datasets", first, *rest]:
-                name, rest = self._name(first, rest)
-                match rest:
-                    case ["resolve", revision, _, *_]:
-                        return self._answer_resolve(call, name, revision, "/".join(rest[2:]))
+            case ["api", "buckets", org, name, "tree", *prefix]:
+                return self._bucket_tree(call, f"buckets/{org}/{name}", "".join(prefix))
+            case ["buckets", org, name, "resolve", *path]:
+                return self._answer_resolve(call, f"buckets/{org}/{name}", "main", "/".join(path))
+            case ["api", "datasets", org, name, *rest]:
+                return self._answer_api(call, f"{org}/{name}", rest)
+            case ["datasets", org, name, "resolve", revision, *path]:
+                return self._answer_resolve(call, f"{org}/{name}", revision, "/".join(path))
         return reply_error(404, "Sorry, we can't find the page you are looking for.")
-
-    def _name(self, first: str, rest: list[str]) -> tuple[str, list[str]]:
-        """Tell a repository's name, of one part or two, from what follows it."""
-        with self._lock:
-            single = first in self._repositories
-        return (first, rest) if single or not rest else (f"{first}/{rest[0]}", rest[1:])
 
     def _known(self, token: str) -> bool:
         with self._lock:
@@ -190,22 +189,39 @@ class HubServer(Loopback):
             "siblings": [{"rfilename": path} for path in sorted(commit.entries)],
         }
 
+    def _bucket_tree(self, call: Call, name: str, prefix: str) -> Reply:
+        repository = self._enter(call, name)
+        if isinstance(repository, Reply):
+            return repository
+        commit = repository.at("main")
+        assert commit is not None
+        items = [
+            {"type": "file", "path": path, "size": entry.content.size, "xetHash": entry.xet_hash}
+            for path, entry in sorted(commit.entries.items())
+            if path.startswith(prefix)
+        ]
+        return self._page(call, items, {})
+
     def _tree(self, call: Call, commit: Commit, folder: str) -> Reply:
-        query = {name: values[-1] for name, values in parse_qs(call.query).items()}
-        items = commit.below(folder, _true(query.get("recursive")))
+        query = parse_qs(call.query)
+        items = commit.below(folder, _true(query.get("recursive", [""])[-1]))
         if items is None:
             return self._no_entry(commit, f"This folder does not exist on {commit.sha}")
+        items = _expanded(items, commit) if _true(query.get("expand", [""])[-1]) else items
+        return self._page(call, items, {"X-Repo-Commit": commit.sha})
+
+    def _page(self, call: Call, items: list[dict[str, Any]], headers: dict[str, str]) -> Reply:
+        query = {name: values[-1] for name, values in parse_qs(call.query).items()}
         if cursor := query.get("cursor"):
             last = base64.urlsafe_b64decode(cursor).decode()
             items = [item for item in items if item["path"] > last]
         size = self.page_size
         page = items[:size]
-        headers = {"X-Repo-Commit": commit.sha}
         if len(items) > size:
             query["cursor"] = base64.urlsafe_b64encode(page[-1]["path"].encode()).decode()
             path = call.target.partition("?")[0]
             headers["Link"] = f'<{self.endpoint}{path}?{urlencode(query)}>; rel="next"'
-        return reply_json(_expanded(page, commit) if _true(query.get("expand")) else page, headers)
+        return reply_json(page, headers)
 
     def _paths_info(self, call: Call, commit: Commit) -> Reply:
         if call.headers.get("content-type", "").startswith("application/json"):
@@ -236,8 +252,8 @@ class HubServer(Loopback):
         entry = commit.entries.get(path)
         if entry is None:
             return self._no_entry(commit, "Entry not found")
-        headers = {"X-Repo-Commit": commit.sha}
-        if entry.large:
+        headers = {"X-Repo-Commit": commit.sha, "X-Xet-Hash": entry.xet_hash}
+        if entry.large or name.startswith("buckets/"):
             headers |= {"X-Linked-Etag": entry.etag, "X-Linked-Size": str(entry.content.size)}
             return Reply(302, {**headers, "Location": self._signed(call, entry)})
         return reply_file(call, entry.content, entry.etag, headers)

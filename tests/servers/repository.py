@@ -48,6 +48,11 @@ class Entry:
         return self.path.endswith(LARGE) or self.content.size >= LARGE_BYTES
 
     @property
+    def xet_hash(self) -> str:
+        """What buckets name a version of a file by."""
+        return Content(self.content.sha256.encode()).sha256
+
+    @property
     def etag(self) -> str:
         return f'"{self.content.sha256 if self.large else self.oid}"'
 
@@ -153,9 +158,7 @@ class Repository:
             commit = Commit.of(entries)
             self._commits.setdefault(commit.sha, commit)
             self._branches["main"] = commit.sha
-            self._by_sha256.update(
-                {entry.content.sha256: entry.content for entry in made.values() if entry.large}
-            )
+            self._by_sha256.update({entry.content.sha256: entry.content for entry in made.values()})
             return commit.sha
 
     def at(self, revision: str) -> Commit | None:

@@ -22,7 +22,7 @@ from penstock.encode.engines import REFERENCES, Engine, checked_gigatoken
 from penstock.encode.vocabulary import Vocabulary, find_vocabulary
 from penstock.encode.window import flatten
 from penstock.errors import ConfigError
-from penstock.read.arrow_utils import booleans, empty, scalar
+from penstock.read.arrow_utils import booleans, scalar
 from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
 
 log = logging.getLogger("penstock")
@@ -84,7 +84,7 @@ class Tokenizer:
         """
         texts = documents.texts
         step = doc_batch or self.engine.doc_batch or max(1, len(texts))
-        parts = [empty(pa.large_binary())] if len(texts) == 0 else []
+        parts = [pa.nulls(0, pa.large_binary())] if len(texts) == 0 else []
         for i in range(0, len(texts), step):
             if check_closed is not None:
                 check_closed()

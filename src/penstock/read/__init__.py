@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.types import Address, MiB, OnBadRecord
 
 if TYPE_CHECKING:
-    from penstock.read.validation import RowFilter
+    import pyarrow.compute as pc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,6 @@ class ReadSettings:
     max_doc_bytes: int = 256 * MiB
     max_ratio: float = 1000.0
     skip: frozenset[Address] = field(default_factory=frozenset)
-    filter: RowFilter | None = None
+    filter: pc.Expression | None = None
     transform: tuple[str, Callable[[Any], Any]] | None = None
     """A versioned name, and a function of a table of columns."""

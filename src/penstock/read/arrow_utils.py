@@ -17,11 +17,6 @@ import pyarrow as pa
 from penstock.order.shuffle import I64
 
 
-def empty(kind: pa.DataType) -> pa.Array:
-    """Return an array without values."""
-    return pa.nulls(0, kind)
-
-
 def integers(values: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Int64Array:
     """Return an Arrow array over the same memory."""
     values = np.ascontiguousarray(values, np.int64)

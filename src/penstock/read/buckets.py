@@ -58,7 +58,9 @@ def place(url: str) -> tuple[str, str]:
 class Bucket:
     """A bucket, or a prefix in one."""
 
-    def __init__(self, network: Network, root: str, known: Known | None = None) -> None:
+    def __init__(
+        self, network: Network, root: str, known: Known = lambda kind, key, make, moving: make()
+    ) -> None:
         """`known` caches listings."""
         self._network, self._root, self._known = network, root, known
         self.prefix = f"{root}/"
@@ -91,7 +93,6 @@ class Bucket:
         return next(iter(self._kept([f"{self.prefix}{key}"], self._head, key)), None)
 
     def _kept(self, key: list[Any], ask: Callable[..., list[Entry]], *what: Any) -> list[Entry]:
-        assert self._known is not None
         rows = self._known("listings", key, partial(ask, *what), moving=True)
         return [Entry(*row) for row in rows]
 

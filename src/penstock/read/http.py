@@ -44,11 +44,8 @@ log = logging.getLogger("penstock")
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
-Reading = Callable[[bytes, Headers], T]
-"""Makes something of a small body and its headers."""
-
 MAX_BODY = 64 * MiB
-"""The longest listing or card."""
+"""The longest body of a listing, a card or a redirect."""
 MAX_PAUSE_S = 10.0
 BELIEVED = 3
 """How often an error that ends a run has to be met to be believed."""
@@ -60,8 +57,6 @@ CONNECTIONS = 64
 """Idle connections kept for each host."""
 HOPS = 5
 """Redirects followed for one request."""
-MAX_REDIRECT = 64 * KiB
-"""The longest body of a redirect."""
 RETRY = frozenset({408, 425, 429})
 """Statuses below 500 that may be different next time."""
 KEEPALIVE = [
@@ -123,7 +118,6 @@ class Deadline:
         self.began = self._window = time.monotonic()
         self.until = min(until, self.began + limits.request_timeout)
         self.limits = limits
-        self.connect_s = 0.0
         self.cancelled = False
         self._bytes = 0
         self._socket: socket.socket | None = None
@@ -279,6 +273,8 @@ class Response:
         self.length: int | None = getattr(raw, "length_remaining", None)
         self.done = 0
         """Bytes of the body that were read."""
+        self.xet_hash = self.headers.get("x-xet-hash", "")
+        """The Hub's digest of the content; a redirect to its storage has it."""
 
     def parts(self, limit: int) -> Iterator[bytes]:
         """Read the body, which must not be longer than `limit`."""
@@ -287,6 +283,10 @@ class Response:
             if self.done > limit:
                 raise RequestError("long", f"more than {limit} bytes came")
             yield part
+
+    def body(self) -> bytes:
+        """Return a small body."""
+        return b"".join(self.parts(MAX_BODY))
 
     def read_into(self, view: memoryview) -> None:
         """Read a body of just this length."""
@@ -316,8 +316,8 @@ class Response:
 
 
 def plain_etag(etag: str) -> str:
-    """Return an ETag without quotes; and without commas, so that it can stand in a list."""
-    return etag.strip().removeprefix("W/").strip('"').replace(",", "")
+    """Return an ETag without quotes."""
+    return etag.strip().removeprefix("W/").strip('"')
 
 
 def retry_after(headers: Headers) -> float | None:
@@ -369,7 +369,7 @@ class NetworkStats:
         """Return where requests spend their time, over all threads."""
         with self._lock:
             waits, counts = sorted(chain(*self._reads.values())) or [0.0], self.counts
-            parts = ("connect_s", "first_byte_s", "body_s", "retry_s")
+            parts = ("first_byte_s", "body_s", "retry_s")
             return {
                 **{name: round(counts[name], 6) for name in parts},
                 **{f"p{p}_ms": round(1e3 * waits[len(waits) * p // 101], 3) for p in (50, 95, 99)},
@@ -486,33 +486,35 @@ class Network:
         future = self.threads.submit(call, urgent=True)
         return lambda: call() if future.cancel() else future.result()
 
-    def get(self, url: str, what: str, token: str | None, read: Reading[T]) -> T:
-        """Return what `read` makes of a small body and its headers, or raise `Refused`."""
+    def get(
+        self,
+        url: str,
+        what: str,
+        read: Callable[[Response], T],
+        token: str | None = None,
+        **more: str,
+    ) -> T:
+        """Return what `read` makes of an answer, or raise `Refused`. `more` are headers to send."""
         place, headers = address(url, token)
 
         def attempt(deadline: Deadline) -> T:
-            with self.request(place, headers, deadline) as response:
+            with self.request(place, headers | more, deadline) as response:
                 response.check()
-                body = b"".join(response.parts(MAX_BODY))
-                self.stats.add(bytes=len(body))
-                return read(body, response.headers)
+                return read(response)
 
         return self.retry(what, attempt, "metadata_budget")
 
     def probe(self, url: str, path: str) -> tuple[int, str]:
         """Return the size and version of a file, by a range: addresses signed for GET refuse HEAD."""
-        place, headers = address(url)
 
-        def attempt(deadline: Deadline) -> tuple[int, str]:
-            with self.request(place, headers | {"Range": "bytes=0-0"}, deadline) as response:
-                total = response.headers.get("content-range", "").rpartition("/")[2]
-                response.check()
-                if response.status != 206 or not total.isdigit():
-                    raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
-                return int(total), response.version()
+        def read(response: Response) -> tuple[int, str]:
+            total = response.headers.get("content-range", "").rpartition("/")[2]
+            if response.status != 206 or not total.isdigit():
+                raise RequestError("no_range", RemoteError(f"{path}: {NO_RANGES}"))
+            return int(total), response.version()
 
         try:
-            return self.retry(path, attempt, "metadata_budget")
+            return self.get(url, path, read, Range="bytes=0-0")
         except Refused as refused:
             raise refused.explained(path, f"does not exist ({refused.status}).") from None
 
@@ -539,18 +541,19 @@ class Network:
 
         Credentials in `headers` go to the place's own origin only.
         """
-        origin = place.origin
+        origin, xet_hash = place.origin, ""
         for _ in range(HOPS):
             given = {"Accept-Encoding": "identity", "User-Agent": "penstock", **headers}
             if place.origin != origin:
                 given.pop("Authorization", None)
             with self._open(place, given, deadline) as response:
+                response.xet_hash = xet_hash = response.xet_hash or xet_hash
                 location = response.headers.get("location", "")
                 if not 300 <= response.status < 400 or not location:
                     yield response
                     return
                 place = place.redirected(location, response.private)
-                list(response.parts(MAX_REDIRECT))  # so that the connection can be used again
+                response.body()  # so that the connection can be used again
         raise RequestError("redirect", RemoteError(f"more than {HOPS} redirects"))
 
     @contextmanager
@@ -561,19 +564,19 @@ class Network:
             self._manager(place).urlopen, "GET", place.url, headers=headers, timeout=timeout,
             retries=False, redirect=False, preload_content=False, decode_content=False,
         )  # fmt: skip
-        began, deadline.connect_s = time.perf_counter(), 0.0
+        began = time.perf_counter()
         self.stats.add(requests=1)
         self._current.deadline = deadline
         try:
             raw = explained(send)
             answered = time.perf_counter()
-            first_byte_s = answered - began - deadline.connect_s
-            self.stats.add(connect_s=deadline.connect_s, first_byte_s=first_byte_s)
+            self.stats.add(first_byte_s=answered - began)
             deadline.restart_rate()
+            response = Response(raw, place)
             try:
-                yield Response(raw, place)
+                yield response
             finally:
-                self.stats.add(body_s=time.perf_counter() - answered)
+                self.stats.add(body_s=time.perf_counter() - answered, bytes=response.done)
                 raw.close()  # a connection whose body was read went back to its pool before
         finally:
             self._current.deadline = None
@@ -611,9 +614,7 @@ class Network:
             private = False
 
             def connect(self) -> None:
-                began = time.perf_counter()
                 super().connect()
-                current.deadline.connect_s = time.perf_counter() - began
                 current.deadline.timeout_s()  # nothing is sent after a cancellation
                 if proxy is None:
                     self.private = place.check_address(self.sock.getpeername()[0])

@@ -1,4 +1,4 @@
-"""Datasets on the Hugging Face Hub: names, commits, listings and cards.
+"""Datasets and storage buckets on the Hugging Face Hub: names, commits, listings and cards.
 
 The conventions are those of `huggingface_hub` (endpoint, token, offline mode). Its client is not
 used: it has no deadlines, sleeps between its own retries, cannot be cancelled, sends the token to
@@ -20,21 +20,22 @@ from urllib.parse import quote, unquote, urljoin
 
 from penstock.config import hub_endpoint, hub_token
 from penstock.errors import ConfigError, RemoteError, SourceError, missing_extra
-from penstock.read.http import Headers, Network, Place, Reading, Refused, RequestError
+from penstock.read.http import Network, Place, Refused, RequestError, Response
 from penstock.read.listing import Entry, classify, is_marker
 from penstock.types import Format
 
 T = TypeVar("T")
 
 FORM = "hf://datasets/ORG/NAME[@revision]/path-or-glob"
+BUCKET = "hf://buckets/"
 ABOUT = re.compile(r"(?:^|/)(?:README\.md|config\.json|dataset_(?:infos?|dict)\.json)$|\.py$")
 MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Raised by listings and cards of another form, or nested too deep."""
 
 _SHA = re.compile(r"[0-9a-f]{40}")
-_REPO = r"\w[\w.-]{0,95}+(?:/\w[\w.-]{0,95}+)?+"
+_REPO = r"\w[\w.-]{0,95}+/\w[\w.-]{0,95}+"
 _ADDRESS = re.compile(
-    rf"hf://datasets/(?P<repo>{_REPO})"
+    rf"hf://(?P<kind>datasets|buckets)/(?P<repo>{_REPO})"
     r"(?:@(?P<revision>refs/(?:convert/[\w.-]+|pr/\d+)(?=/|$)|[^/\s]+))?(?:/(?P<path>.*))?",
     re.ASCII,
 )
@@ -48,6 +49,7 @@ class HubName(NamedTuple):
 
     repo: str
     revision: str
+    """Empty for a bucket, which has no commits."""
     path: str
     """A file, a folder or a glob; empty for the whole repository."""
 
@@ -56,12 +58,10 @@ def parse(url: str) -> HubName:
     """Return what an hf:// address names, or raise an error that shows how to write one."""
     if found := _ADDRESS.fullmatch(url):
         repo, path = found["repo"], (found["path"] or "").removesuffix("/")
-        revision = unquote(found["revision"] or "main")
-        # A name without an organisation needs a revision before a path.
-        clear = "/" in repo or found["revision"] is not None or not path
-        if clear and sound(f"{revision}/{path or 'all'}"):
-            return HubName(repo, revision, path)
-    raise ConfigError(f"{url}: needs the form {FORM}")
+        bucket, revision = found["kind"] == "buckets", unquote(found["revision"] or "main")
+        if sound(f"{revision}/{path or 'all'}") and not (bucket and found["revision"]):
+            return HubName(repo, "" if bucket else revision, path)
+    raise ConfigError(f"{url}: needs the form {FORM} or {BUCKET}ORG/NAME/path-or-glob")
 
 
 def sound(path: str) -> bool:
@@ -71,15 +71,16 @@ def sound(path: str) -> bool:
 
 def resolve_url(path: str) -> str:
     """Return the address of a file's bytes, by the `path` of its `FileRef`."""
-    repo, _, rest = path.removeprefix("hf://datasets/").partition("@")
-    sha, _, name = rest.partition("/")
-    return f"{hub_endpoint()}/datasets/{repo}/resolve/{quote(sha, safe='')}/{quote(name)}"
+    kind, org, name, file = path.removeprefix("hf://").split("/", 3)
+    name, _, sha = name.partition("@")
+    start = f"{sha}/" if sha else ""
+    return f"{hub_endpoint()}/{kind}/{org}/{name}/resolve/{start}{quote(file)}"
 
 
 def refusal(address: str, refused: Refused) -> SourceError:
     """Return the error for a 4xx of the Hub, which says what to do. Tokens are never shown."""
-    repo = address.partition("://")[2].partition("/")[2].partition("@")[0]
-    page = f"{hub_endpoint().rpartition('@')[2]}/datasets/{repo}"
+    kind, repo = re.findall(rf"hf://(\w+)/({_REPO})", address)[0]
+    page = f"{hub_endpoint().rpartition('@')[2]}/{kind}/{repo}"
     sent = "A token was sent, and is not enough." if hub_token() else "No token was sent."
     login = f"log in (`hf auth login`) or set HF_TOKEN. {sent}"
     if refused.code == "GatedRepo":
@@ -87,8 +88,7 @@ def refusal(address: str, refused: Refused) -> SourceError:
     if refused.code in ("RevisionNotFound", "EntryNotFound"):
         return SourceError(f"{address} does not exist. See {page}")
     if refused.code == "RepoNotFound" or refused.status in (401, 404):
-        form = "One without an organisation is written hf://datasets/NAME@main/…"
-        text = f"There is no dataset {repo} (see {page}), or it is private. {form}"
+        text = f"There is no {kind[:-1]} {repo} (see {page}), or it is private"
         return SourceError(f"{text}; for private data {login}")
     return SourceError(f"{address}: access is refused ({refused.status}); {login}")
 
@@ -97,12 +97,15 @@ def refusal(address: str, refused: Refused) -> SourceError:
 
 
 class Repository:
-    """The files of a commit."""
+    """The files of a commit, or of a storage bucket, whose content may change."""
 
     def __init__(self, network: Network, known: Callable[..., Any], name: HubName) -> None:
         self._network, self._known, self._repo = network, known, name.repo
         self._all: list[Entry] | None = None
-        self._sha = name.revision
+        self._sha, self.is_bucket = name.revision, not name.revision
+        if self.is_bucket:
+            self.prefix = f"{BUCKET}{name.repo}/"
+            return
         if not _SHA.fullmatch(name.revision):  # a branch may have moved, so the Hub is asked
             key = [f"hf://datasets/{name.repo}@{name.revision}", hub_endpoint()]
             self._sha = known("revisions", key, partial(self._commit, key[0]), moving=True)
@@ -110,16 +113,20 @@ class Repository:
 
     def below(self, folder: str, recursive: bool) -> list[Entry]:
         """Return the files of a folder; none if there is no such folder."""
-        if self._all is not None:
-            return [e for e in self._all if not folder or e.name.startswith(f"{folder}/")]
-        key = [f"{self.prefix}{folder}", recursive, hub_endpoint()]
-        make = partial(self._list, folder, recursive)
-        return [Entry(*row) for row in self._known("listings", key, make, moving=False)]
+        found = self._listed(folder, recursive) if self._all is None else self._all
+        return [e for e in found if not folder or e.name.startswith(f"{folder}/")]
 
     def one(self, path: str) -> Entry | None:
         """Return a single file, if it exists."""
-        siblings = self.below(path.rpartition("/")[0], False)
-        return next((entry for entry in siblings if entry.name == path), None)
+        folder = path.rpartition("/")[0]
+        near = self._listed(path, True) if self.is_bucket else self.below(folder, False)
+        return next((entry for entry in near if entry.name == path), None)
+
+    def _listed(self, folder: str, recursive: bool) -> list[Entry]:
+        """Return a folder's files; in a bucket, all files whose paths begin with this text."""
+        key = [f"{self.prefix}{folder}", recursive, hub_endpoint()]
+        make = partial(self._list, folder, recursive)
+        return [Entry(*row) for row in self._known("listings", key, make, moving=self.is_bucket)]
 
     def list_all(self) -> None:
         """List everything at once: what is asked for later is among it."""
@@ -129,8 +136,8 @@ class Repository:
         """Return the dataset's card, or nothing."""
         address = f"{self.prefix}README.md"
 
-        def read(body: bytes, _: Headers) -> str:
-            text = body.decode("utf-8", "replace")
+        def read(response: Response) -> str:
+            text = response.body().decode("utf-8", "replace")
             # Without its front matter, other files would be taken for the data.
             if text.startswith("-") and "\n---" not in text:
                 error = SourceError(f"{address}: its front matter does not end. Name files: {FORM}")
@@ -140,10 +147,12 @@ class Repository:
         make = partial(self._get, resolve_url(address), address, read, "")
         return str(self._known("cards", [address, hub_endpoint()], make, moving=False))
 
-    def _get(self, url: str, address: str, read: Reading[T], missing: T | None = None) -> T:
+    def _get(
+        self, url: str, address: str, read: Callable[[Response], T], missing: T | None = None
+    ) -> T:
         """Return an answer of the Hub, or `missing` if the path does not exist."""
         try:
-            return self._network.get(url, address, hub_token(), read)
+            return self._network.get(url, address, read, hub_token())
         except Refused as refused:
             no_entry = refused.status == 404 and refused.code in ("", "EntryNotFound")
             if missing is not None and no_entry:
@@ -153,10 +162,10 @@ class Repository:
     def _api(self, url: str, address: str, missing: Any = None) -> tuple[Any, str]:
         """Return a listing, or what is known of a commit, and where the next page is."""
 
-        def read(body: bytes, headers: Headers) -> tuple[Any, str]:
+        def read(response: Response) -> tuple[Any, str]:
             with suppress(ValueError, RecursionError):
-                if isinstance(value := json.loads(body), list | dict):
-                    return value, headers.get("link", "")
+                if isinstance(value := json.loads(response.body()), list | dict):
+                    return value, response.headers.get("link", "")
             text = f"{address}: the Hub's answer is not a listing. Does a portal or proxy answer?"
             raise RequestError("json", RemoteError(text))
 
@@ -173,13 +182,17 @@ class Repository:
 
     def _list(self, folder: str, recursive: bool) -> list[Entry]:
         address = f"{self.prefix}{folder}"
-        path = quote(f"{self._repo}/tree/{self._sha}/{folder}".removesuffix("/"))
+        path = quote(f"datasets/{self._repo}/tree/{self._sha}/{folder}".removesuffix("/"))
         query = f"recursive={str(recursive).lower()}&expand=false"
-        url = f"{hub_endpoint()}/api/datasets/{path}?{query}"
+        start, tag = f"{folder}/" if folder else "", "oid"
+        if self.is_bucket:  # it compares the beginnings of paths
+            path = f"buckets/{self._repo}/tree/{quote(folder, safe='')}".removesuffix("/")
+            query, start, tag = "recursive=true", folder, "xetHash"
+        url = f"{hub_endpoint()}/api/{path}?{query}"
         found: dict[str, Entry] = {}
         while url:
             page, link = self._api(url, address, ([], ""))
-            found.update((entry.name, entry) for entry in _entries(page, address, folder))
+            found.update((entry.name, entry) for entry in _entries(page, address, start, tag))
             following = re.search(r'<([^<>]*)>;\s*rel="?next"?', link)
             url = urljoin(url, following[1]) if following else ""
             if url and Place(url).origin != Place(hub_endpoint()).origin:
@@ -187,14 +200,15 @@ class Repository:
         return list(found.values())
 
 
-def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
-    """Return the files of a page, each one checked."""
+def _entries(page: list[Any], address: str, start: str, tag: str) -> Iterable[Entry]:
+    """Return the files of a page, each one checked. `tag` names the field with the version."""
     try:
         for item in page:
             if item["type"] == "file":
-                path, etag = item["path"], (item.get("lfs") or item)["oid"]
-                below = path.startswith(f"{folder}/" if folder else "")
-                if not (below and sound(path) and sound(etag) and item["size"] >= 0):
+                path, etag = item["path"], (item.get("lfs") or item)[tag]
+                if not (
+                    path.startswith(start) and sound(path) and sound(etag) and item["size"] >= 0
+                ):
                     raise ValueError("it leads elsewhere")
                 yield Entry(path, item["size"], etag)
     except MALFORMED as error:
@@ -205,37 +219,47 @@ def _entries(page: list[Any], address: str, folder: str) -> Iterable[Entry]:
 # Cards
 
 
-Config = tuple[str, bool, str, dict[str, list[str]]]
-"""Name, whether it is the default, the folder of its patterns, and the patterns of each split."""
+Configurations = dict[str, tuple[str, list[str]]]
+"""The folder and the patterns of each NAME and NAME/SPLIT."""
 
 
-def configurations(text: str, where: str) -> list[Config]:
-    """Return the configurations that a card names."""
+def configurations(text: str, where: str) -> tuple[Configurations, str]:
+    """Return the configurations that a card names, and the name of the default."""
     head = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", text, re.DOTALL | re.MULTILINE)
     if head is None or "configs" not in head[1]:
-        return []
+        return {}, ""
     try:
         import yaml
     except ImportError:
         raise missing_extra("pyyaml", "reading a dataset card", "hf") from None
+    found: Configurations = {}
+    default = ""
     try:
-        return [_config(item) for item in yaml.safe_load(head[1]).get("configs") or []]
+        configs = yaml.safe_load(head[1]).get("configs") or []
+        for item in configs:
+            name, splits = _plain(item.get("config_name", "default")), _splits(item)
+            folder = _plain(item.get("data_dir") or "")
+            found |= {f"{name}/{split}": (folder, patterns) for split, patterns in splits.items()}
+            if len(splits) < 2 or "train" in splits:
+                found[name] = folder, splits.get("train", next(iter(splits.values()), []))
+            if item.get("default") is True or len(configs) == 1:
+                default = default or name
     except (yaml.YAMLError, *MALFORMED) as error:
         why = " ".join(str(error).split())[:200]
         advice = "Name the files instead: …/NAME/path-or-glob"
         raise SourceError(f"{where} cannot be understood: {why}. {advice}") from None
+    return found, default or "default"
 
 
-def _config(item: dict[str, Any]) -> Config:
-    """Read one configuration. `data_files` is a pattern, a list of them, or a list of splits."""
+def _splits(item: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the patterns of each split. `data_files` is a pattern, or a list of them or of splits."""
     files = item.get("data_files") or []
     splits: dict[str, list[str]] = {}
     for entry in files if isinstance(files, list) else [files]:
         split = entry if isinstance(entry, dict) else {"path": entry}
         paths = split["path"] if isinstance(split["path"], list) else [split["path"]]
         splits.setdefault(_plain(split.get("split", "train")), []).extend(map(_plain, paths))
-    name, folder = item.get("config_name", "default"), item.get("data_dir") or ""
-    return _plain(name), item.get("default") is True, _plain(folder), splits
+    return splits
 
 
 def _plain(value: Any) -> str:
@@ -245,22 +269,16 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def choose(configs: list[Config], wanted: str | None, where: str) -> tuple[str, list[str] | None]:
-    """Return the folder and the patterns of a configuration; None for the folder's data files."""
-    if wanted is None and not configs:
+def choose(text: str, wanted: str | None, where: str) -> tuple[str, list[str] | None]:
+    """Return the folder and the patterns of a card's configuration; None for all data files."""
+    table, default = configurations(text, where)
+    if wanted is None and not table:
         return "", None
-    table: dict[str, tuple[str, list[str]]] = {}  # by NAME and by NAME/SPLIT
-    for name, _, folder, splits in configs:
-        table |= {f"{name}/{split}": (folder, patterns) for split, patterns in splits.items()}
-        if len(splits) < 2 or "train" in splits:
-            table[name] = folder, splits.get("train", next(iter(splits.values()), []))
-    if wanted is None:
-        marked = [name for name, default, *_ in configs if default or len(configs) == 1]
-        wanted = next(iter(marked), "default")
-    if wanted not in table:
+    if (wanted or default) not in table:
         names = ", ".join(f"config={name!r}" for name in table)
-        raise ConfigError(f"{where}: has no configuration or split {wanted!r}. Choose: {names}")
-    folder, patterns = table[wanted]
+        missing = f"has no configuration or split {wanted or default!r}"
+        raise ConfigError(f"{where}: {missing}. Choose: {names}")
+    folder, patterns = table[wanted or default]
     folder = "" if folder in ("", ".", "./") else _confined(folder, "", where)
     return folder, [_confined(pattern, folder, where) for pattern in patterns] or None
 

@@ -219,15 +219,14 @@ def matcher(pattern: str) -> re.Pattern[str]:
 
 
 def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
-    """Join neighbouring plain-text files until they make a chunk, with their ETags in order."""
+    """Join neighbouring plain-text files until they make a chunk."""
     part: list[FileRef] = []
     for file in [*files, None]:
         plain = file is not None and file.format == "text" and not file.codec
         size = sum(each.size for each in part)
         if part and (not plain or size >= BUNDLE_BYTES or len(part) >= BUNDLE_FILES):
-            members = tuple(Member(each.path, each.name, each.size) for each in part)
-            etags = ",".join(each.etag for each in part) if any(each.etag for each in part) else ""
-            yield replace(part[0], size=size, members=members, etag=etags)
+            members = tuple(Member(each.path, each.name, each.size, each.etag) for each in part)
+            yield replace(part[0], size=size, members=members, etag="")
             part = []
         if file is not None and plain:
             part.append(file)
@@ -237,11 +236,7 @@ def _bundle(files: list[FileRef]) -> Iterable[FileRef]:
 
 def members_of(file: FileRef) -> list[FileRef]:
     """Return the files of a bundle, or the file itself."""
-    if not file.members:
-        return [file]
-    etags = file.etag.split(",") if file.etag else [""] * len(file.members)
-    pairs = zip(file.members, etags, strict=True)
-    return [FileRef(*member, file.format, file.codec, etag=etag) for member, etag in pairs]
+    return [FileRef(*m[:3], file.format, etag=m.etag) for m in file.members] or [file]
 
 
 def each(files: Sequence[FileRef]) -> Iterable[FileRef]:
@@ -306,12 +301,12 @@ def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
         return [entry for entry in entries if matches(_below(entry.name, base))], base
     # A path with a known ending is looked for as a file first, any other as a folder.
     named = classify(pattern) is not None
-    if named and (file := tree.one(pattern)) is not None:
-        return [file], pattern.rpartition("/")[0]
-    inside = [e for e in tree.below(pattern, True) if not is_marker(_below(e.name, pattern))]
-    if not inside and pattern and not named and (file := tree.one(pattern)) is not None:
-        return [file], pattern.rpartition("/")[0]
-    return inside, pattern
+    file = tree.one(pattern) if named else None
+    entries = [] if file else tree.below(pattern, True)
+    inside = [e for e in entries if not is_marker(_below(e.name, pattern))]
+    if pattern and not named and not inside:
+        file = tree.one(pattern)
+    return ([file], pattern.rpartition("/")[0]) if file else (inside, pattern)
 
 
 def _below(path: str, folder: str) -> str:
@@ -350,7 +345,7 @@ class RemoteListing:
                 calls[source] = partial(self._on_web, self._public(url, format), format)
             else:
                 raise ConfigError(f"{scheme[:20]}://… cannot be read; use a path, {SCHEMES}")
-        if self._config is not None and all(name.path for name in hub.values()):
+        if self._config is not None and all(n.path or not n.revision for n in hub.values()):
             raise ConfigError(f"config={self._config!r}: goes with hf://datasets/ORG/NAME, no path")
         # One commit for all addresses of a branch, which may move meanwhile.
         branches = list(dict.fromkeys(name._replace(path="") for name in hub.values()))
@@ -374,13 +369,13 @@ class RemoteListing:
         """Return the files of a path, or else of a configuration in the dataset's card."""
         from penstock.read import hub
 
-        if path:
+        if path or tree.is_bucket:
             return self._find(tree, path, format)
         where = f"{tree.prefix}README.md"
         # Most often the default is all or most of a repository, so it is listed beside the card.
         listing: list[Callable[[], Any]] = [] if self._config else [tree.list_all]
         text = self._network.gather([tree.card, *listing])[0]
-        folder, patterns = hub.choose(hub.configurations(text, where), self._config, where)
+        folder, patterns = hub.choose(text, self._config, where)
         if patterns is None:
             entries = tree.below(folder, True)
             found = sorted(hub.data_files(entries, f"{tree.prefix}{folder}", format))

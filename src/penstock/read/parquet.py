@@ -7,6 +7,7 @@ memory. Keeps the footers of remote files in the metadata cache.
 from __future__ import annotations
 
 import io
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from penstock.read import ReadSettings
 from penstock.read.arrow_utils import is_text, widened
 from penstock.read.listing import MetadataCache
 from penstock.read.storage import AnyFile, is_damage
+from penstock.read.validation import filter_columns, filter_groups
 from penstock.types import ChunkRef, FileRef, KiB, MiB
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class Footer(NamedTuple):
     """The columns to read, the text first."""
     leaves: list[int]
     """Their indices among the leaf columns."""
+    matching: Container[int]
+    """The row groups that may have rows that pass the filter."""
 
     def rows(self, group: int) -> int:
         return int(self.meta.row_group(group).num_rows)
@@ -70,10 +74,8 @@ class Footer(NamedTuple):
         ranges = []
         for leaf in self.leaves:
             column = self.meta.row_group(group).column(leaf)
-            start = column.data_page_offset
-            if column.has_dictionary_page:
-                start = min(start, column.dictionary_page_offset or start)
-            ranges.append((start, column.total_compressed_size))
+            start = column.dictionary_page_offset or column.data_page_offset
+            ranges.append((min(start, column.data_page_offset), column.total_compressed_size))
         return ranges
 
 
@@ -170,13 +172,15 @@ def _parse(file: FileRef, source: Any, settings: ReadSettings) -> Footer:
     if not is_text(kind := schema.field(field).type):
         wrong = f"column {field!r} is {kind}, not text"
         raise SourceError(f"{file.path}: {wrong}. Name another: text_field=…")
-    others = found if settings.transform is not None else []
-    if settings.transform is None and settings.filter is not None:
-        others = settings.filter.columns(schema, file.path)
+    kept = settings.filter
+    others = [] if kept is None else filter_columns(kept, schema, file.path)
+    others = others if settings.transform is None else found
     names = [field, *(name for name in others if name != field)]
     leaves = [meta.schema.column(i).path.partition(".")[0] for i in range(meta.num_columns)]
     numbers = [i for name in names for i, leaf in enumerate(leaves) if leaf == name]
-    footer, groups = Footer(meta, names, numbers), range(meta.num_row_groups)
+    groups = range(meta.num_row_groups)
+    matching = groups if kept is None else filter_groups(kept, meta)
+    footer = Footer(meta, names, numbers, matching)
     # A damaged footer may parse, but its numbers do not add up.
     ends = [(*each, sum(each)) for group in groups for each in footer.ranges(group)]
     inside = all(min(each) >= 0 and each[2] <= file.size for each in ends)

@@ -52,9 +52,9 @@ class Reader:
         self._closing = threading.Event()
         self._compressed: OrderedDict[tuple[str, int], CompressedFile] = OrderedDict()
         self._shared: OrderedDict[tuple[str, int], tuple[Future[list[Bytes]], int]] = OrderedDict()
-        self._skip: dict[str, set[tuple[int | None, int]]] = {}
+        self._skip: dict[str, list[Address]] = {}
         for address in settings.skip:
-            self._skip.setdefault(address.file, set()).add((address.group, address.row))
+            self._skip.setdefault(address.file, []).append(address)
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
         """Return a file's chunks. A file that cannot be read at all is a bad record of its own."""
@@ -63,7 +63,7 @@ class Reader:
             if file.format == "parquet":
                 return self._footer(file).chunks(file), []
         except CorruptFile as error:
-            whole = ChunkValidator(ChunkRef(file, -1, 0), self._settings, {})
+            whole = ChunkValidator(ChunkRef(file, -1, 0), self._settings)
             whole.reject_chunk(error)
             return [], whole.bad
         if file.members:
@@ -75,14 +75,14 @@ class Reader:
     def _check_skip(self, file: FileRef) -> None:
         """Raise if an address to skip cannot exist, as far as that is known before reading."""
         for each in members_of(file) if self._skip else []:
-            for group, row in self._skip.get(each.name, ()):
+            for address in self._skip.get(each.name, ()):
                 end = 1 if file.members else file.size
-                if group is not None:
+                if address.group is not None:
                     meta = self._footer(file).meta
-                    end = meta.row_group(group).num_rows if group < meta.num_row_groups else 0
-                if row >= end and not file.sequential:
-                    address = where(Address(each.name, group, row))
-                    raise ConfigError(f"skip: there is no document at {address}")
+                    known = address.group < meta.num_row_groups
+                    end = meta.row_group(address.group).num_rows if known else 0
+                if address.row >= end and not file.sequential:
+                    raise ConfigError(f"skip: there is no document at {where(address)}")
 
     # Fetching
 
@@ -93,7 +93,7 @@ class Reader:
         """
         assert self._remote is not None
         if ref.file.format == "parquet" and not again:
-            if not self._may_match(ref):
+            if ref.index not in self._footer(ref.file).matching:
                 return []
             if ref.parts > 1:
                 return self._fetch_shared(ref)
@@ -134,23 +134,25 @@ class Reader:
     def read(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> Documents:
         """Return the documents of a chunk that are in the chosen split."""
         file = ref.file
-        validator = ChunkValidator(ref, self._settings, self._skip)
+        validator = ChunkValidator(ref, self._settings)
         if fetched is None:
             fetched = self.fetch(ref) if file.remote else []
         if file.members:
-            limit, members = validator.max_bytes + 1, [] if fetched else _members(ref)
-            files = [(PlainFile(each, self._clock), each.size + 1) for each in members]
-            parts = fetched or [opened.read(0, min(size, limit)) for opened, size in files]
+            limit = validator.max_bytes + 1
+            parts = fetched or [
+                PlainFile(each, self._clock).read(0, min(each.size + 1, limit))
+                for each in _members(ref)
+            ]
             rows = np.arange(*ref.bounds(len(file.members)), dtype=np.int64)
             return validator.documents(self._table(map(bytes, parts)), rows)
         if file.format != "parquet":
             return self._read_range(ref, fetched, validator)
         try:
-            if not self._may_match(ref):
+            footer = self._footer(file)
+            if ref.index not in footer.matching:
                 lo, hi = self.rows_of(ref)
                 return replace(validator.no_documents(), filtered=hi - lo)
-            footer, opened = self._footer(file), self._open(ref, fetched)
-            lo, table = read_chunk(ref, footer, opened, self._settings)
+            lo, table = read_chunk(ref, footer, self._open(ref, fetched), self._settings)
         except CorruptFile as error:
             validator.reject_chunk(error)
             return validator.no_documents()
@@ -168,7 +170,7 @@ class Reader:
             records = text.read_records(source, *self._span(ref), separator, validator.max_bytes)
             documents = self._read_records(ref, records, source.broken is not None, validator)
         elif ref.index == ref.part == 0:
-            data = text.read_whole(source, validator.max_bytes)
+            data = source.read(0, validator.max_bytes + 1)
             if source.broken is None:
                 rows = np.zeros(1, np.int64)
                 documents = validator.documents(self._table([data]), rows, last=True)
@@ -226,12 +228,6 @@ class Reader:
         if ref.file.format == "parquet":
             return ref.bounds(self._footer(ref.file).rows(ref.index))
         return self._span(ref)
-
-    def _may_match(self, ref: ChunkRef) -> bool:
-        """Return False if the statistics of a row group rule out that a row passes the filter."""
-        row_filter = self._settings.filter
-        group = self._footer(ref.file).meta.row_group(ref.index)
-        return row_filter is None or row_filter.may_match(group)
 
     def _separator(self, file: FileRef) -> bytes | None:
         return b"\n" if file.format == "jsonl" else self._settings.separator

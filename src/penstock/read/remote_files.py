@@ -17,7 +17,7 @@ from penstock.config import hub_token
 from penstock.errors import RemoteError, SourceError
 from penstock.read import http
 from penstock.read.http import Deadline, Network, Refused, RequestError, Response
-from penstock.read.hub import refusal, resolve_url
+from penstock.read.hub import BUCKET, refusal, resolve_url
 from penstock.read.listing import Secret
 from penstock.types import MODIFIED, FileRef, MiB, version_change
 
@@ -71,7 +71,6 @@ class RemoteFiles:
                     try:
                         response.read_into(view[done:])
                     finally:
-                        stats.add(bytes=response.done)
                         # Without an ETag nothing tells that the rest is of the same version.
                         done += response.done if file.path in self._etags else 0
             stats.add_read(length, time.monotonic() - deadline.began)
@@ -135,6 +134,8 @@ class RemoteFiles:
         if response.length not in (None, length):
             reason = "short" if (response.length or 0) < length else "long"
             raise RequestError(reason, f"{response.length} bytes instead of {length}")
+        if response.xet_hash not in ("", file.etag) and file.path.startswith(BUCKET):
+            raise _changed(file, file.etag, response.xet_hash)
         self._check(file, response.version(), total)
 
     def _check(self, file: FileRef, version: str, total: int | None) -> None:
@@ -144,11 +145,16 @@ class RemoteFiles:
             raise RequestError("size", SourceError(text))
         before = file.etag
         # A commit of the Hub cannot change, and its storage may have ETags of its own.
-        if not before or (file.path.startswith("hf://") and len(before) != len(version)):
+        other = len(before) != len(version) or file.path.startswith(BUCKET)
+        if not before or (file.path.startswith("hf://") and other):
             before = self._etags.get(file.path, "")
         dated = version.startswith(MODIFIED)
         if version and before and dated == before.startswith(MODIFIED) and version != before:
-            text = f"{file.path} changed: {version_change(before, version)}. {ADVICE}"
-            raise RequestError("etag", SourceError(text))
+            raise _changed(file, before, version)
         if version and not dated:
             self._etags[file.path] = version
+
+
+def _changed(file: FileRef, before: str, now: str) -> RequestError:
+    text = f"{file.path} changed: {version_change(before, now)}. {ADVICE}"
+    return RequestError("etag", SourceError(text))

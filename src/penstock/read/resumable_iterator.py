@@ -32,9 +32,6 @@ class SharedPosition:
         self.begun = False
 
 
-shared_position = SharedPosition
-
-
 def only_one(source: Any) -> bool:
     """Return True if only one reader can use the source: an iterator or a stateful object."""
     return not _is_function(source) and (hasattr(source, "__next__") or _is_stateful(source))

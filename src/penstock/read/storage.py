@@ -16,6 +16,8 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from penstock.errors import CorruptFile, LoaderClosed, SourceError
@@ -160,9 +162,10 @@ class RangeStream(io.RawIOBase):
     """A remote file read from the beginning, fetched a few blocks ahead."""
 
     def __init__(self, file: FileRef, remote: RemoteFiles) -> None:
-        self._file, self._remote = file, remote
+        starts = range(0, file.size, STREAM_BLOCK)
+        lengths = (min(STREAM_BLOCK, file.size - start) for start in starts)
+        self._begin = map(partial(remote.ahead, file), starts, lengths)
         self._ahead: deque[Callable[[], bytearray]] = deque()
-        self._asked = 0
         self._block = memoryview(b"")
 
     def readable(self) -> bool:
@@ -170,10 +173,7 @@ class RangeStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not len(self._block):
-            while self._asked < self._file.size and len(self._ahead) < STREAM_AHEAD:
-                length = min(STREAM_BLOCK, self._file.size - self._asked)
-                self._ahead.append(self._remote.ahead(self._file, self._asked, length))
-                self._asked += length
+            self._ahead.extend(islice(self._begin, STREAM_AHEAD - len(self._ahead)))
             self._block = memoryview(self._ahead.popleft()() if self._ahead else b"")
         n = min(len(buffer), len(self._block))
         buffer[:n] = self._block[:n]

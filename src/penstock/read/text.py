@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from penstock.order.shuffle import I64
-from penstock.read.arrow_utils import binaries, empty, integers
+from penstock.read.arrow_utils import binaries, integers
 from penstock.read.storage import AnyFile
 from penstock.types import MiB
 
@@ -108,20 +108,12 @@ def _find_all(buffer: bytes, separator: bytes) -> I64:
 def split(records: Records) -> pa.Array:
     """Return the texts between separators."""
     if len(records.starts) == 0:
-        return empty(pa.large_binary())
+        return pa.nulls(0, pa.large_binary())
     # Text and separator alternate, so every other value between these offsets is a text.
     offsets = np.column_stack([records.starts, records.ends]).reshape(-1)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(records.buffer)]
     alternating = pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
     return alternating.take(integers(np.arange(0, len(offsets) - 1, 2)))
-
-
-def read_whole(source: AnyFile, max_bytes: int) -> bytes:
-    """Return a whole file, or slightly more than `max_bytes` of it if it is longer."""
-    data = bytearray()
-    while len(data) <= max_bytes and (part := source.read(len(data), 16 * MiB)):
-        data += part
-    return bytes(data)
 
 
 # JSON lines
@@ -165,7 +157,7 @@ def parse_json(
 def _parse_at_once(records: Records, field: str, all_columns: bool) -> pa.Table | None:
     starts, ends = records.starts, records.ends
     if len(starts) == 0:
-        return pa.table({field: empty(pa.large_string())})
+        return pa.table({field: pa.nulls(0, pa.large_string())})
     # Arrow treats a newline as white space, so it would accept an object that spans lines. That is
     # impossible if each line begins and ends with a brace: no object continues with "{" after "}".
     data = np.frombuffer(records.buffer, np.uint8)

@@ -37,11 +37,6 @@ MEGATRON = struct.Struct("<9sQBQQ")
 """Magic, version, id type, number of sequences, entries of the document index."""
 MEGATRON_TYPES = {4: "<i4", 5: "<i8", 8: "<u2"}
 ENDINGS = (".bin", ".npy")
-GOLDEN, HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
-STEPS = (
-    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
-    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
-)
 
 
 class TokenFile(NamedTuple):
@@ -352,15 +347,11 @@ class SyntheticDataset(RowDataset):
 
     def __getitems__(self, indices: I64 | Sequence[int]) -> Ids:
         keys = mix_array(mix(self.seed), self._checked(indices))
-        # splitmix64, one stream per row; its upper 32 bits are scaled to the vocabulary.
-        x = keys[:, None] + np.arange(1, self.seq_len + 2, dtype=np.uint64) * GOLDEN
-        for shift, factor in STEPS:
-            x ^= x >> shift
-            x *= factor
-        x >>= HALF
-        x *= np.uint64(self.vocab_size)
-        x >>= HALF
-        return x.astype(self.dtype)
+        x = mix_array(0, np.add.outer(keys, np.arange(self.seq_len + 1, dtype=np.uint64)))
+        # The upper 32 bits, scaled to the vocabulary.
+        return ((x >> np.uint64(32)) * np.uint64(self.vocab_size) >> np.uint64(32)).astype(
+            self.dtype
+        )
 
     def spans(self, index: int) -> list[Span]:
         """Return the origin of a row: its number."""

@@ -30,7 +30,7 @@ from penstock.config import write_atomically
 from penstock.errors import CorruptFile
 from penstock.options import RemoteOptions
 from penstock.order.shuffle import I64
-from penstock.read.arrow_utils import empty, integers, lengths
+from penstock.read.arrow_utils import integers, lengths
 from penstock.read.listing import Entry
 from penstock.types import Address, Bad, ChunkRef, KiB, TokenChunk
 
@@ -167,7 +167,7 @@ class TokenStore:
         """Read the documents and rows of the blocks [first, last) in one piece, and check them."""
         blocks = header.blocks[first:last]
         if not blocks:
-            return empty(pa.large_binary()), np.empty(0, np.int64)
+            return pa.nulls(0, pa.large_binary()), np.empty(0, np.int64)
         batches = list(self.read_batches(name, blocks))
         # A single block is not copied.
         whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
@@ -206,22 +206,19 @@ class TokenStore:
 
     def put(self, key: Key, chunk: TokenChunk) -> Header | None:
         """Write a chunk, and return its header; None if there is no room or writing has ended."""
-        why = f"is off: {self.off}"
         try:
             if self.off is None:
                 header, parts = _serialize(key, chunk, self.block_bytes)
                 if self._place.write(key.name, parts, header.size):
                     self._count(written=1, written_bytes=header.size)
                     return header
-                more = (
-                    "Raise RemoteOptions(cache_bytes=…), or: penstock cache clear --older-than 7d"
-                )
-                why = f"is full ({self.limit_bytes} bytes). {more}"
         except Exception as error:
             if not self.best_effort:
                 raise
             self.off = f"{error}. Free or repair it, or name another with PENSTOCK_CACHE"
-            why = f"is off: {self.off}."
+        advice = "Raise RemoteOptions(cache_bytes=…), or: penstock cache clear --older-than 7d"
+        full = f"is full ({self.limit_bytes} bytes). {advice}"
+        why = full if self.off is None else f"is off: {self.off}."
         self._count(f"the token cache in {self.place} {why}", refused=1)
         return None
 
@@ -321,12 +318,9 @@ class Folder:
         """Read a range; shorter at the end of the file."""
         # Not mapped: a disk that fails raises OSError here, while the first access to a mapped
         # page would kill the process.
-        file = os.open(self._folder / name, os.O_RDONLY)
-        try:
-            length = max(0, min(length, os.fstat(file).st_size - start))
-            return pa.py_buffer(os.pread(file, length, start))
-        finally:
-            os.close(file)
+        with open(self._folder / name, "rb", buffering=0) as file:
+            length = max(0, min(length, os.fstat(file.fileno()).st_size - start))
+            return pa.py_buffer(os.pread(file.fileno(), length, start))
 
     def write(self, name: str, parts: Sequence[Any], size: int) -> bool:
         path = self._folder / name

@@ -10,11 +10,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import operator
 import os
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,19 +26,16 @@ from penstock.read.arrow_utils import booleans, combined, integers, is_text, len
 from penstock.types import Address, Bad, ChunkRef, Documents
 
 COMPARISON = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>|not in\b|in\b)\s*(.+)", re.DOTALL)
-ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-Skip = Mapping[str, Collection[tuple[int | None, int]]]
-"""By file: the row groups and rows to leave out."""
 
 
 class ChunkValidator:
     """Judges the records of one chunk, and notes those that are left out."""
 
-    def __init__(self, ref: ChunkRef, settings: ReadSettings, skip: Skip) -> None:
+    def __init__(self, ref: ChunkRef, settings: ReadSettings) -> None:
         """A chunk with the number -1 is the whole file."""
-        self._ref, self._settings, self._skip = ref, settings, skip
+        self._ref, self._settings = ref, settings
         self.max_bytes = settings.max_doc_bytes
         self._group = ref.index if ref.file.format == "parquet" and ref.index >= 0 else None
         self.bad: list[Bad] = []
@@ -68,8 +62,8 @@ class ChunkValidator:
         except pa.ArrowInvalid:
             column = self._blank_invalid(column.cast(pa.large_binary()), rows)
         n_empty = int(np.count_nonzero(lengths(column) == 0)) - len(self.bad)
-        if self._skip:
-            skipped = [self._is_skipped(row) for row in rows.tolist()]
+        if skip := self._settings.skip:
+            skipped = [self._address(row) in skip for row in rows.tolist()]
             column = blank(column, np.flatnonzero(skipped))
         return Documents(column, rows, last, self.bad, max(0, n_empty), before - len(rows))
 
@@ -132,10 +126,6 @@ class ChunkValidator:
             return Address(members[row].name, None, 0)
         return Address(self._ref.file.name, self._group, row)
 
-    def _is_skipped(self, row: int) -> bool:
-        file, group, row = self._address(row)
-        return (group, row) in self._skip.get(file, ())
-
 
 def where(address: Address) -> str:
     """Return an address in words."""
@@ -179,61 +169,51 @@ class Quarantine:
 # Filters and transforms
 
 
-@dataclass(frozen=True)
-class RowFilter:
-    """Rows to keep."""
+def parse_filter(value: Any) -> pc.Expression:
+    """Return the filter that a user gave: an expression, tuples, or comparisons as text."""
+    if isinstance(value, pc.Expression):
+        return value
+    try:
+        every = [value] if isinstance(value, str) else list(value)
+        if all(isinstance(each, str) or isinstance(each[0], str) for each in every):
+            every = [every]  # one conjunction
+        return pq.filters_to_expression([[_comparison(each) for each in some] for some in every])
+    except (TypeError, ValueError, LookupError, pa.ArrowException) as error:
+        needs = "a pyarrow expression, tuples such as [('score', '>=', 3)], or 'score >= 3'"
+        raise ConfigError(f"filter={value!r:.200}: must be {needs} ({error})") from error
 
-    expression: pc.Expression
-    alternatives: tuple[tuple[tuple[str, str, Any], ...], ...] = ()
-    """The same as comparisons, if it was given so: one of these conjunctions has to hold."""
 
-    @classmethod
-    def of(cls, value: Any) -> RowFilter | None:
-        """Return the filter that a user gave: an expression, tuples, or comparisons as text."""
-        if value is None or isinstance(value, pc.Expression):
-            return None if value is None else cls(value)
+def filter_columns(wanted: pc.Expression, schema: pa.Schema, where: str) -> list[str]:
+    """Return the columns that a filter reads, or raise if there is none of a name."""
+    table, needed = schema.empty_table(), []
+    filter_rows(wanted, table, where)
+    for name in schema.names:
         try:
-            every = [value] if isinstance(value, str) else list(value)
-            if all(isinstance(each, str) or isinstance(each[0], str) for each in every):
-                every = [every]  # one conjunction
-            alternatives = [[_comparison(each) for each in some] for some in every]
-            return cls(pq.filters_to_expression(alternatives), tuple(map(tuple, alternatives)))
-        except (TypeError, ValueError, LookupError, pa.ArrowException) as error:
-            needs = "a pyarrow expression, tuples such as [('score', '>=', 3)], or 'score >= 3'"
-            raise ConfigError(f"filter={value!r:.200}: must be {needs} ({error})") from error
+            table.drop_columns([name]).filter(wanted)
+        except pa.ArrowException:
+            needed.append(name)
+    return needed
 
-    def __str__(self) -> str:
-        return str(self.expression)
 
-    def columns(self, schema: pa.Schema, where: str) -> list[str]:
-        """Return the columns that the filter reads, or raise if there is none of a name."""
-        table, needed = schema.empty_table(), []
-        self.rows(table, where)
-        for name in schema.names:
-            try:
-                table.drop_columns([name]).filter(self.expression)
-            except pa.ArrowException:
-                needed.append(name)
-        return needed
+def filter_rows(wanted: pc.Expression, table: pa.Table, where: str) -> I64:
+    """Return the numbers of the rows to keep."""
+    numbered = table.append_column("__row", integers(np.arange(len(table))))
+    try:
+        return np.asarray(numbered.filter(wanted).column("__row"))
+    except pa.ArrowException as error:
+        why = str(error).partition(" in ")[0].partition("\n")[0]
+        names = ", ".join(table.column_names)
+        raise ConfigError(f"filter {wanted}: {why}. {where} has the columns {names}.") from error
 
-    def rows(self, table: pa.Table, where: str) -> I64:
-        """Return the numbers of the rows to keep."""
-        numbered = table.append_column("__row", integers(np.arange(len(table))))
-        try:
-            return np.asarray(numbered.filter(self.expression).column("__row"))
-        except pa.ArrowException as error:
-            why = str(error).partition(" in ")[0].partition("\n")[0]
-            names = ", ".join(table.column_names)
-            raise ConfigError(f"filter {self}: {why}. {where} has the columns {names}.") from error
 
-    def may_match(self, group: pq.RowGroupMetaData) -> bool:
-        """Return False if the statistics of a row group rule out a match."""
-        columns = [group.column(i) for i in range(group.num_columns)]
-        known = {column.path_in_schema: column.statistics for column in columns}
-        for some in self.alternatives:
-            if all(_possible(known.get(name), *rest) for name, *rest in some):
-                return True
-        return not self.alternatives
+def filter_groups(wanted: pc.Expression, meta: pq.FileMetaData) -> set[int]:
+    """Return the row groups whose statistics do not rule out a match."""
+    import pyarrow.dataset as ds
+
+    sink = pa.BufferOutputStream()
+    meta.write_metadata_file(sink)
+    fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(sink.getvalue()))
+    return {group.id for group in fragment.subset(wanted).row_groups}
 
 
 def _comparison(value: Any) -> tuple[str, str, Any]:
@@ -249,20 +229,10 @@ def _comparison(value: Any) -> tuple[str, str, Any]:
         return name, symbol, text.strip()  # a word without quotes
 
 
-def _possible(known: Any, symbol: str, value: Any) -> bool:
-    # Only numbers: texts may be cut short in statistics.
-    if known is None or not known.has_min_max or not isinstance(value, int | float):
-        return True
-    if symbol in ("=", "=="):
-        return bool(known.min <= value <= known.max)
-    extreme = known.min if symbol.startswith("<") else known.max
-    return symbol not in ORDER or bool(ORDER[symbol](extreme, value))
-
-
 def select(settings: ReadSettings, table: pa.Table, rows: I64, where: str) -> tuple[pa.Array, I64]:
     """Return the texts that pass the filter and the transform, and their rows."""
     if settings.filter is not None and len(rows):
-        kept = settings.filter.rows(table, where)
+        kept = filter_rows(settings.filter, table, where)
         table, rows = table.take(integers(kept)), rows[kept]
     if settings.transform is None or not len(rows):
         return combined(table.column(settings.text_field)), rows

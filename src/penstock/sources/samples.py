@@ -23,7 +23,7 @@ from penstock.encode.collate import default_collate, of_value
 from penstock.errors import ConfigError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.order.shuffle import I64, mix
-from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
+from penstock.read.resumable_iterator import END, ResumableIterator, SharedPosition, name_of
 from penstock.sources.base import Producer, RunContext, Source, Work, noted
 from penstock.state import State
 from penstock.types import MiB, Span, StreamPosition, is_count
@@ -211,7 +211,7 @@ class IterableSource(CollatedSource):
 
     def __init__(self, source: Any, preprocess: Preprocess = None, collate: Collate = None) -> None:
         super().__init__(preprocess, collate)
-        self._source, self._name, self._shared = source, name_of(source), shared_position(source)
+        self._source, self._name, self._shared = source, name_of(source), SharedPosition(source)
 
     def data_id(self) -> dict[str, Any]:
         return {"iterable": self._name}

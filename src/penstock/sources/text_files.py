@@ -33,7 +33,6 @@ from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
 from penstock.prepare.manifest import require_settings
 from penstock.read import ReadSettings
-from penstock.read.arrow_utils import empty
 from penstock.read.parquet import BombError
 from penstock.read.reader import MAX_CHUNK_BYTES, Reader
 from penstock.read.storage import Bytes
@@ -140,7 +139,7 @@ class TextWork(Work):
     def read_next(self, ref: ChunkRef, before: Documents | TokenChunk | None = None) -> Documents:
         """Return the documents of a chunk of a sequential file; `before` is the previous chunk."""
         if before is not None and before.last:
-            return Documents(empty(pa.large_string()), np.empty(0, np.int64), last=True)
+            return Documents(pa.nulls(0, pa.large_string()), np.empty(0, np.int64), last=True)
         return self.decode(ref)
 
     def decode(self, ref: ChunkRef, fetched: list[Bytes] | None = None) -> Documents:
@@ -244,13 +243,13 @@ class TextWork(Work):
 
 def has_version(file: FileRef) -> bool:
     """Return False if changes cannot be detected: the server sends neither an ETag nor a date."""
-    return not file.remote or all(file.etag.split(",") if file.members else [file.etag])
+    return not file.remote or all(each.etag for each in file.members or [file])
 
 
 def identity(file: FileRef) -> str:
     """Return a string that identifies a file and its content. The ETag replaces the Hub's commit."""
     path, version = file.path, file.etag
-    if path.startswith("hf://"):
+    if path.startswith("hf://datasets/"):
         before, _, after = path.partition("@")
         path = before + "/" + after.partition("/")[2]
     if not file.remote:
@@ -261,7 +260,7 @@ def identity(file: FileRef) -> str:
     # Includes the name, because a document's split depends on it.
     identity = f"{path}\n{file.name}\n{file.size}\n{version}"
     if file.members:
-        names = repr([(member.name, member.size) for member in file.members])
+        names = repr([member[1:] for member in file.members])
         digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
         identity += f"\n{digest[:16]}"
     return identity

@@ -19,8 +19,7 @@ from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import Pool, Task
 from penstock.options import TextOptions
 from penstock.order.plan import Plan
-from penstock.read.arrow_utils import empty
-from penstock.read.resumable_iterator import END, ResumableIterator, name_of, shared_position
+from penstock.read.resumable_iterator import END, ResumableIterator, SharedPosition, name_of
 from penstock.sources.base import RunContext, Work, noted
 from penstock.sources.chunk_lanes import ChunkLanes, ChunkReader, ChunkSource
 from penstock.state import State
@@ -53,7 +52,7 @@ class TextIterable:
         if unknown := sorted(more.keys() - OPTIONS):
             raise TypeError(f"from_iterable() has no argument {unknown[0]!r}")
         self.options = TextOptions(tokenizer=tokenizer, seq_len=seq_len, **more)
-        self.source, self.shared = source, shared_position(source)
+        self.source, self.shared = source, SharedPosition(source)
         self.name = name or name_of(source)
         self.seq_len = seq_len
         self.chunk_docs = whole_number("chunk_docs", chunk_docs, 1)
@@ -108,7 +107,7 @@ class DocumentReader:
         """Return a chunk of an epoch, or an empty last chunk after the end of the epoch."""
         while (epoch, number) not in self._ready:
             if (epoch, number) < self._next:
-                return Documents(empty(pa.large_string()), np.empty(0, np.int64), last=True)
+                return Documents(pa.nulls(0, pa.large_string()), np.empty(0, np.int64), last=True)
             try:
                 next(self._reading)
             except Exception as error:  # later reads depend on this one and fail too
