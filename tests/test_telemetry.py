@@ -77,7 +77,9 @@ def test_a_pause_is_kept_apart_from_the_run(corpus: Path) -> None:
     assert [event["name"] for event in events] == ["eval"] * 3
 
 
-def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corpus: Path) -> None:
+def test_the_first_batch_has_its_milestones_and_is_no_part_of_the_rolling_numbers(
+    corpus: Path,
+) -> None:
     with loader_of(corpus) as loader:
         next(loader)
         ready = [
@@ -89,9 +91,9 @@ def test_the_first_batch_has_a_ledger_and_is_no_part_of_the_rolling_numbers(corp
         assert len(loader.telemetry.timer.window) == 1
         assert not [1 for _, _, msg, _ in loader.telemetry.take_events() if msg == "loader_ready"]
     assert len(ready) == 1
-    ledger = ready[0]["ledger"]
+    reached = ready[0]["reached"]
     order = ["import", "list", "open", "first_tokens", "first_batch"]
-    assert sorted(order, key=lambda name: ledger[name]) == order
+    assert sorted(order, key=lambda name: reached[name]) == order
     assert {"import", "list", "open", "fetch", "decode", "tokenize", "pack"} <= set(
         ready[0]["parts"]
     )

@@ -226,7 +226,7 @@ def test_the_start_the_warmup_the_error_and_the_end_are_told(run: Run) -> None:
     assert warmup["requested"] == warmup["filled"] == warmup["fetch_warmup_batches"] == 2
     assert warmup["wait_ms"] == warmup["fetch_warmup_wait_ms"]
     assert warmup["wait_ms"] == pytest.approx(run.warmup.wait_ms, abs=1e-3)
-    marks = [ready["ledger"][name] for name in ("first_bytes", "first_tokens", "first_batch")]
+    marks = [ready["reached"][name] for name in ("first_bytes", "first_tokens", "first_batch")]
     assert marks == sorted(marks)
     assert ready["dt"] > 0
     assert all(seconds >= 0 for seconds in ready["parts"].values())
