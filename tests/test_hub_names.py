@@ -125,7 +125,7 @@ def test_a_split_is_chosen_by_name() -> None:
     ],
 )
 def test_a_broken_card_is_named_and_nothing_worse_happens(text: str) -> None:
-    with pytest.raises(SourceError, match="the card cannot be understood") as caught:
+    with pytest.raises(SourceError, match="the card cannot be parsed") as caught:
         chosen(text)
     assert len(str(caught.value)) < 500
 

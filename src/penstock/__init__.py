@@ -1,4 +1,4 @@
-"""Penstock feeds text to a training run, so that the accelerator never waits.
+"""Penstock feeds text to a training run, so that the accelerator does not wait.
 
     data = TextDataset("data/*.parquet", tokenizer="byte", seq_len=1024)
     with AsyncDataLoader(data, batch_size=16, shuffle=True, seed=42) as loader:

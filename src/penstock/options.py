@@ -301,7 +301,7 @@ class LoaderOptions:
         start more slowly and copy each batch; a task whose process dies is retried once.
     cpus: Cores that workers run on. Fewer leave more to the trainer.
     numa_node: NUMA node whose cores workers run on.
-    memory_limit: Bytes for read-ahead and queue. More allow more read-ahead.
+    memory_limit: Bytes for read-ahead and queue. A larger value allows more read-ahead.
     device_preprocess: Called on each batch on the device, on the copy stream. Needs device.
     warmup_batches: Batches to buffer before the first is returned; 0: off. "auto" decides by the
         first batch's latency. More delay the start, and take memory beyond prefetch_size.
@@ -334,12 +334,12 @@ class LoaderOptions:
 class RemoteOptions:
     """How data is fetched, and other expert options. Only `config` changes the stream.
 
-    connect_timeout: Seconds to reach a server. More wait longer for a dead one.
-    request_timeout: Total seconds of a request. More let slow servers finish.
-    stall_timeout: Seconds over which min_bytes_per_s is measured. More detect a stall later.
+    connect_timeout: Seconds to reach a server. A larger value waits longer for a dead one.
+    request_timeout: Total seconds of a request. A larger value lets slow servers finish.
+    stall_timeout: Seconds over which min_bytes_per_s is measured. A larger value detects a stall later.
     min_bytes_per_s: Slowest accepted rate. A higher value gives up on slow connections sooner.
     retry_budget: Seconds to retry a read. Keep it below the collectives' timeout.
-    metadata_budget: Seconds to retry listings and revisions. More fail later.
+    metadata_budget: Seconds to retry listings and revisions. A larger value fails later.
     retry_after_cap: Longest `Retry-After` to honour, in seconds.
     backoff: Seconds before the first retry; doubles each time, up to 10.
     fetches: Requests in flight. More hide latency and take memory.

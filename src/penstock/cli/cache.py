@@ -28,7 +28,7 @@ cache = typer.Typer(help="Show, verify or clear the token cache or a prepared co
 class Folder:
     """The cache to use.
 
-    dir: The cache folder, or that of a prepared corpus.
+    dir: The cache folder, or that of a prepared corpus. Defaults to the token cache.
     json: Print JSON.
     """
 
@@ -67,8 +67,8 @@ class VerifyOptions:
 class ClearOptions:
     """Options of `penstock cache clear`.
 
-    older_than: Only entries that were not used for this many days, such as 7d.
-    all: Also remove the metadata of remote files.
+    older_than: Only entries unused for this many days, such as 7d.
+    all: Also remove cached listings and footers of remote files.
     yes: Do not ask for confirmation.
     """
 

@@ -48,7 +48,7 @@ COMMANDS = [
 ]
 
 cli = typer.Typer(
-    help="Feeds text to a training run, so that the accelerator never waits.",
+    help="Feeds text to a training run, so that the accelerator does not wait.",
     epilog="To see it work: penstock demo",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -48,9 +48,9 @@ MAX_BODY = 64 * MiB
 """The longest body of a listing, a card or a redirect."""
 MAX_PAUSE_S = 10.0
 BELIEVED = 3
-"""How often an error that ends a run has to be met to be believed."""
+"""How many times a fatal error must occur before it is believed."""
 RESTARTS = 8
-"""Slow attempts that may be made again, beyond a tenth of all requests."""
+"""Slow attempts that may be repeated, beyond a tenth of all requests."""
 NO_RANGES = "its server does not answer requests for a range of bytes. Copy the file to disk."
 RECEIVE = 256 * KiB
 CONNECTIONS = 64
@@ -58,13 +58,13 @@ CONNECTIONS = 64
 HOPS = 5
 """Redirects followed for one request."""
 RETRY = frozenset({408, 425, 429})
-"""Statuses below 500 that may be different next time."""
+"""Statuses below 500 that are retried."""
 KEEPALIVE = [
     *HTTPConnection.default_socket_options,
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
 ]
-"""Routers forget connections that are idle for minutes."""
+"""Keep idle connections alive: routers drop them after minutes."""
 REASONS: dict[type[Exception], str] = {
     socket.gaierror: "dns",
     http.client.RemoteDisconnected: "cut",
@@ -75,7 +75,7 @@ REASONS: dict[type[Exception], str] = {
     ConnectionError: "reset",
     OSError: "unreachable",
 }
-"""Words to count errors by; the first kind that fits counts."""
+"""The name under which each exception is counted; the first match applies."""
 
 
 class RequestError(Exception):
@@ -94,10 +94,10 @@ class RequestError(Exception):
 
 
 class Refused(Exception):
-    """A server answered with a status that a retry would not change."""
+    """A server answered with a status that is not retried."""
 
     def __init__(self, status: int, code: str = "") -> None:
-        """`code` is what the Hub says about it, in one word."""
+        """`code` is the Hub's error code."""
         super().__init__(f"status {status}")
         self.status, self.code = status, code
 
@@ -112,7 +112,7 @@ class Refused(Exception):
 
 
 class Deadline:
-    """How long one attempt may take, and how slowly its bytes may come."""
+    """The time limit and the minimum rate of one attempt."""
 
     def __init__(self, limits: RemoteOptions, until: float) -> None:
         self.began = self._window = time.monotonic()
@@ -125,7 +125,7 @@ class Deadline:
         self._lock = threading.RLock()
 
     def timeout_s(self, limit: float | None = None) -> float:
-        """Return how long to wait for the next bytes, or raise if the time is over."""
+        """Return the timeout for the next bytes, or raise if the deadline has passed."""
         if self.cancelled:
             raise LoaderClosed("the loader was shut down")
         left = self.until - time.monotonic()
@@ -134,7 +134,7 @@ class Deadline:
         return min(left, self.limits.stall_timeout if limit is None else limit)
 
     def received(self, n: int) -> None:
-        """Count bytes, and raise if too few came over the last `stall_timeout`."""
+        """Count bytes, and raise if too few arrived during the last `stall_timeout`."""
         self._bytes += n
         span = time.monotonic() - self._window
         if span >= self.limits.stall_timeout:
@@ -169,7 +169,7 @@ class Deadline:
 
 
 class _Receiver(io.RawIOBase):
-    """What a socket receives, within a deadline. Stands for the socket of an HTTPResponse."""
+    """Reads from a socket within a deadline. Replaces the socket of an HTTPResponse."""
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self._sock, self._deadline = sock, deadline
@@ -205,7 +205,7 @@ class _Receiver(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An address. It may be a secret, so it is never shown."""
+    """An address. It may contain a secret, so it is never shown."""
 
     url: str = field(repr=False)
     private: bool = True
@@ -218,7 +218,7 @@ class Place:
         return parts.scheme, parts.hostname or "", port
 
     def redirected(self, location: str, private: bool) -> Place:
-        """Return where a redirect leads, or raise if it must not be followed."""
+        """Return the target of a redirect, or raise if it must not be followed."""
         try:
             place = Place(urljoin(self.url, location), private and self.private)
             scheme, host, _ = place.origin
@@ -255,7 +255,7 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
 
 
 def address(url: str, token: str | None = None) -> tuple[Place, dict[str, str]]:
-    """Return where to ask for an address, and the headers to send: those of its login or token."""
+    """Return the address to request, and the headers for its login or token."""
     url, headers = split_login(url)
     return Place(url), headers | ({"Authorization": f"Bearer {token}"} if token else {})
 
@@ -274,7 +274,7 @@ class Response:
         self.done = 0
         """Bytes of the body that were read."""
         self.xet_hash = self.headers.get("x-xet-hash", "")
-        """The Hub's digest of the content; a redirect to its storage has it."""
+        """The Hub's digest of the content, which a redirect to its storage carries."""
 
     def parts(self, limit: int) -> Iterator[bytes]:
         """Read the body, which must not be longer than `limit`."""
@@ -296,12 +296,12 @@ class Response:
             raise RequestError("cut", f"{self.done} of {len(view)} bytes came")
 
     def version(self) -> str:
-        """Return what identifies the content of a file: its ETag, else its date."""
+        """Return the version of the file: its ETag, or else its date."""
         date = plain_etag(self.headers.get("last-modified", ""))
         return plain_etag(self.headers.get("etag", "")) or (f"{MODIFIED}{date}" if date else "")
 
     def check(self) -> None:
-        """Raise if this is not data: `Refused` for a status that a retry does not change."""
+        """Raise if this is not data: `Refused` for a status that is not retried."""
         if 400 <= self.status < 500 and self.status not in RETRY:
             raise Refused(self.status, self.headers.get("x-error-code", ""))
         if not 200 <= self.status < 300:
@@ -321,7 +321,7 @@ def plain_etag(etag: str) -> str:
 
 
 def retry_after(headers: Headers) -> float | None:
-    """Return how long a server asks to wait, if it does.
+    """Return the seconds that a server asks to wait, if it does.
 
     The Hub says when its limit is renewed: `RateLimit: "api";r=0;t=55`.
     """
@@ -343,7 +343,7 @@ class NetworkStats:
         self.counts: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self._reads: dict[int, deque[float]] = {}
-        """How long recent reads took, for each power of two of their lengths."""
+        """Durations of recent reads, by the power of two of their lengths."""
         self._lock = threading.Lock()
 
     def add(self, fault: str = "", **counts: Any) -> None:
@@ -356,17 +356,17 @@ class NetworkStats:
             self._reads.setdefault(length.bit_length(), deque(maxlen=128)).append(seconds)
 
     def slow_s(self, length: int) -> float | None:
-        """Return a time that few reads of this length take, or None to be patient."""
+        """Return a duration that few reads of this length exceed, or None if too few are known."""
         with self._lock:
             recent = sorted(self._reads.get(length.bit_length(), ()))
-            # If everything has become slow, more requests would make it slower.
+            # If everything is slow, more requests would make it slower.
             many = self.counts["restarts"] > RESTARTS + self.counts["requests"] // 10
-        # Reads that share a link take turns: one a little slower than most is not stuck.
+        # Reads share the link, so one that is slightly slower than most is not stuck.
         known = len(recent) >= 8 and not many
         return 1.5 * recent[int(0.95 * len(recent))] + 0.1 if known else None
 
     def times(self) -> dict[str, Any]:
-        """Return where requests spend their time, over all threads."""
+        """Return the time that requests spent in each phase, over all threads."""
         with self._lock:
             waits, counts = sorted(chain(*self._reads.values())) or [0.0], self.counts
             parts = ("first_byte_s", "body_s", "retry_s")
@@ -395,10 +395,10 @@ class Network:
     def __init__(self, limits: RemoteOptions, threads: ThreadPool | None = None) -> None:
         self.limits = limits
         self.threads = threads
-        """Run what can be done in parallel; None to do one after another."""
+        """The threads that run calls in parallel; None to run one after another."""
         self.stats = NetworkStats()
         self._current = threading.local()
-        """Its `deadline` is that of the request that this thread makes."""
+        """Holds the `deadline` of this thread's current request."""
         self._managers: dict[tuple[str, bool, str | None], urllib3.PoolManager] = {}
         self._closing = threading.Event()
         self._random = random.Random()
@@ -458,7 +458,7 @@ class Network:
             self._closing.wait(delay)
 
     def _try(self, attempt: Callable[[Deadline], T], until: float) -> T:
-        """Make an attempt that a shutdown cancels."""
+        """Run an attempt that a shutdown can cancel."""
         deadline = Deadline(self.limits, until)
         with self._lock:
             if self._closing.is_set():
@@ -494,7 +494,7 @@ class Network:
         token: str | None = None,
         **more: str,
     ) -> T:
-        """Return what `read` makes of an answer, or raise `Refused`. `more` are headers to send."""
+        """Return `read` of the response, or raise `Refused`. `more` are request headers."""
         place, headers = address(url, token)
 
         def attempt(deadline: Deadline) -> T:
@@ -505,7 +505,7 @@ class Network:
         return self.retry(what, attempt, "metadata_budget")
 
     def probe(self, url: str, path: str) -> tuple[int, str]:
-        """Return the size and version of a file, by a range: addresses signed for GET refuse HEAD."""
+        """Return the size and version of a file. Requests a byte: addresses signed for GET refuse HEAD."""
 
         def read(response: Response) -> tuple[int, str]:
             total = response.headers.get("content-range", "").rpartition("/")[2]
@@ -609,7 +609,7 @@ class Network:
         current = self._current
 
         class Connection(HTTPConnection):
-            """Checks its peer, and heeds the deadline."""
+            """Checks the address of its peer, and applies the deadline."""
 
             private = False
 

@@ -129,7 +129,7 @@ class Repository:
         return [Entry(*row) for row in self._known("listings", key, make, moving=self.is_bucket)]
 
     def list_all(self) -> None:
-        """List everything at once: what is asked for later is among it."""
+        """List all files at once; later calls use the result."""
         self._all = self.below("", True)
 
     def card(self) -> str:
@@ -138,7 +138,7 @@ class Repository:
 
         def read(response: Response) -> str:
             text = response.body().decode("utf-8", "replace")
-            # Without its front matter, other files would be taken for the data.
+            # Without its front matter, other files would be read as the data.
             if text.startswith("-") and "\n---" not in text:
                 error = SourceError(f"{address}: its front matter does not end. Name files: {FORM}")
                 raise RequestError("cut", error)
@@ -150,7 +150,7 @@ class Repository:
     def _get(
         self, url: str, address: str, read: Callable[[Response], T], missing: T | None = None
     ) -> T:
-        """Return an answer of the Hub, or `missing` if the path does not exist."""
+        """Return `read` of the Hub's response, or `missing` if the path does not exist."""
         try:
             return self._network.get(url, address, read, hub_token())
         except Refused as refused:
@@ -160,7 +160,7 @@ class Repository:
             raise refusal(address, refused) from None
 
     def _api(self, url: str, address: str, missing: Any = None) -> tuple[Any, str]:
-        """Return a listing, or what is known of a commit, and where the next page is."""
+        """Return the JSON of an API call, and its Link header."""
 
         def read(response: Response) -> tuple[Any, str]:
             with suppress(ValueError, RecursionError):
@@ -185,7 +185,7 @@ class Repository:
         path = quote(f"datasets/{self._repo}/tree/{self._sha}/{folder}".removesuffix("/"))
         query = f"recursive={str(recursive).lower()}&expand=false"
         start, tag = f"{folder}/" if folder else "", "oid"
-        if self.is_bucket:  # it compares the beginnings of paths
+        if self.is_bucket:  # the Hub matches prefixes of paths there
             path = f"buckets/{self._repo}/tree/{quote(folder, safe='')}".removesuffix("/")
             query, start, tag = "recursive=true", folder, "xetHash"
         url = f"{hub_endpoint()}/api/{path}?{query}"
@@ -209,7 +209,7 @@ def _entries(page: list[Any], address: str, start: str, tag: str) -> Iterable[En
                 if not (
                     path.startswith(start) and sound(path) and sound(etag) and item["size"] >= 0
                 ):
-                    raise ValueError("it leads elsewhere")
+                    raise ValueError("the path is not in the folder")
                 yield Entry(path, item["size"], etag)
     except MALFORMED as error:
         wrong = f"an entry of its listing is malformed: {error!r:.100}: {item!r:.300}"
@@ -224,7 +224,7 @@ Configurations = dict[str, tuple[str, list[str]]]
 
 
 def configurations(text: str, where: str) -> tuple[Configurations, str]:
-    """Return the configurations that a card names, and the name of the default."""
+    """Return the configurations in a card, and the name of the default."""
     head = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", text, re.DOTALL | re.MULTILINE)
     if head is None or "configs" not in head[1]:
         return {}, ""
@@ -247,7 +247,7 @@ def configurations(text: str, where: str) -> tuple[Configurations, str]:
     except (yaml.YAMLError, *MALFORMED) as error:
         why = " ".join(str(error).split())[:200]
         advice = "Name the files instead: …/NAME/path-or-glob"
-        raise SourceError(f"{where} cannot be understood: {why}. {advice}") from None
+        raise SourceError(f"{where} cannot be parsed: {why}. {advice}") from None
     return found, default or "default"
 
 
@@ -263,7 +263,7 @@ def _splits(item: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _plain(value: Any) -> str:
-    # Other values are not shown: a few lines of YAML references can stand for gigabytes.
+    # The value is not shown: a few lines of YAML references can expand to gigabytes.
     if not isinstance(value, str | int | float):
         raise TypeError(f"a name or path is a {type(value).__name__}")
     return str(value)

@@ -1,9 +1,9 @@
 """List the files of a dataset: on disk, on the Hub, in buckets and on web servers.
 
-The order is that of the addresses given, and by name within a folder or glob; remote files get the
-names of a local copy. No file is opened. What belongs to a commit of the Hub never changes and is
-asked for once; the rest is asked for again by every run. Without a network (HF_HUB_OFFLINE=1) the
-last known listing is used.
+Files keep the order of the given addresses and are sorted by name within a folder or glob. Remote
+files are named as a local copy would be. Opens no file. A listing of a Hub commit never changes, so
+it is requested once; every run requests the others again. Offline (HF_HUB_OFFLINE=1), the last known
+listing is used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CODECS: dict[str, Codec] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": 
 BUCKETS = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 FORMAT_HINT = "Name the format: TextDataset(…, format='jsonl')"
 SHORT_NAMES = {"fineweb_edu": "hf://datasets/HuggingFaceFW/fineweb-edu"}
-"""Names that stand for a whole address."""
+"""Short names of datasets."""
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_PAGE = re.compile(
     r"https?://(?:huggingface\.co|hf\.co)/datasets/(?P<repo>[^/?#]+(?:/[^/?#]+)??)"
@@ -55,7 +55,7 @@ WILDCARDS = {"**/": "(?:.+/)?", "**": ".+", "*": "[^/]*", "?": "[^/]"}
 SCHEMES = "hf:// s3:// gs:// az:// abfss:// https:// http:// file://"
 BUNDLE_BYTES = 4 * MiB
 BUNDLE_FILES = 1024
-"""Small text files are read this many at a time: one task for each would cost more than its text."""
+"""Small text files are read this many at a time: a task per file would cost more than its text."""
 
 
 class Entry(NamedTuple):
@@ -70,7 +70,7 @@ class Entry(NamedTuple):
 
 
 TRIM = 32
-"""One in this many writes looks at the size of the cache."""
+"""One in this many writes checks the size of the cache."""
 
 
 def list_files(
@@ -80,10 +80,10 @@ def list_files(
     """Return the files behind `urls`, each once.
 
     whole: a plain-text file is one document, and small ones are bundled.
-    remote: lists what is not on disk; None if everything is.
+    remote: lists remote files; None if all files are on disk.
     """
     paths = source_paths(urls)
-    # Everything remote at once, so that it is asked for in parallel.
+    # All remote sources at once, so that they are listed in parallel.
     away = {} if remote is None else remote.files_of([p for p in paths if is_remote(p)], format)
     found = [file for p in paths for file in (away[p] if p in away else _local(p, format))]
     files = distinct(found)
@@ -117,7 +117,7 @@ def source_paths(urls: Any) -> list[str]:
     given = urls if several else [urls]
     paths = [os.fspath(url) if isinstance(url, os.PathLike) else url for url in given]
     if not paths or not all(isinstance(path, str) and path for path in paths):
-        # Not shown: it may hold addresses with logins.
+        # Not shown, because addresses may contain logins.
         raise ConfigError("urls must be a path, a folder, a glob, an address or a list of these")
     return paths
 
@@ -130,7 +130,7 @@ def classify(name: str, format: Format | None = None) -> tuple[Format, Codec] | 
     stem, ending = os.path.splitext(name.lower())
     codec = CODECS.get(ending, "")
     kind = format or FORMATS.get(os.path.splitext(stem)[1] if codec else ending)
-    if kind is None or (kind == "parquet" and codec):  # that one has no random access
+    if kind is None or (kind == "parquet" and codec):  # compressed Parquet has no random access
         return None
     return kind, codec
 
@@ -164,7 +164,7 @@ def _local(source: str, format: Format | None) -> list[FileRef]:
 
 
 def _files_below(root: Path) -> Iterator[str]:
-    """Return the paths of all files below a folder, also where links lead, each folder once."""
+    """Return the paths of all files below a folder. Follows links, and visits each folder once."""
     seen = {os.path.realpath(root)}
     for folder, folders, names in os.walk(root, onerror=_unlistable, followlinks=True):
         inside = {os.path.realpath(os.path.join(folder, name)): name for name in sorted(folders)}
@@ -174,7 +174,7 @@ def _files_below(root: Path) -> Iterator[str]:
 
 
 def _unlistable(error: OSError) -> NoReturn:
-    # A run would continue with a part of its data.
+    # Ignoring it would train on a part of the data without notice.
     raise SourceError(f"{error.filename}: its files cannot be listed: {error.strerror}.") from error
 
 
@@ -182,12 +182,12 @@ def _unlistable(error: OSError) -> NoReturn:
 
 
 def is_marker(path: str) -> bool:
-    """Return True for hidden and underscored names, which other tools make (.git, _SUCCESS)."""
+    """Return True for names that begin with a dot or underscore, such as .git and _SUCCESS."""
     return any(part.startswith((".", "_")) for part in path.split("/"))
 
 
 def distinct(files: Iterable[FileRef]) -> list[FileRef]:
-    """Return each file once, and number those that share a name, in their order."""
+    """Return each file once. Files that share a name get a number, in their order."""
     found: dict[str, FileRef] = {}
     seen: Counter[str] = Counter()
     for file in files:
@@ -207,7 +207,7 @@ def fixed_folder(pattern: str) -> str:
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
-    """Return a pattern for whole paths: `*` matches within a folder, `**` at any depth."""
+    """Return a regular expression for whole paths: `*` matches within a folder, `**` at any depth."""
     text = ""
     for part in re.split(r"(\*\*/?|\*|\?|\[[^]]+\])", pattern):
         sets = part.replace("[!", "[^") if part.startswith("[") else re.escape(part)
@@ -247,7 +247,7 @@ def each(files: Sequence[FileRef]) -> Iterable[FileRef]:
 def fingerprint(files: Sequence[FileRef]) -> str:
     """Return a digest of names, sizes, formats and ETags, in order.
 
-    Times of files on disk are left out: a copy is the same data.
+    Modification times are not included, so a copy is the same data.
     """
     digest = hashlib.sha256()
     for file in each(files):
@@ -264,7 +264,7 @@ def remember(cache: MetadataCache, files: Sequence[FileRef]) -> None:
 
 
 def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> str | None:
-    """Name the first file that differs from an earlier listing; None if that is not kept."""
+    """Describe the first difference from an earlier listing; None if that is not in the cache."""
     data = cache.get("manifests", old)
     if data is None:
         return None
@@ -281,25 +281,25 @@ def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> 
     return "the files come in another order" if list(before) != list(now) else None
 
 
-# Elsewhere
+# Remote files
 
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A text that is never printed."""
+    """A string that is never printed."""
 
     text: str = field(repr=False)
 
 
 def find(tree: Tree, pattern: str) -> tuple[list[Entry], str]:
-    """Return the files that a path or glob names, and the folder below which they are named."""
+    """Return the files that a path or glob names, and the folder that their names are relative to."""
     if glob.has_magic(pattern):
         base = fixed_folder(pattern)
         rest = _below(pattern, base)
         matches = matcher(rest).fullmatch
         entries = tree.below(base, "/" in rest or "**" in rest)
         return [entry for entry in entries if matches(_below(entry.name, base))], base
-    # A path with a known ending is looked for as a file first, any other as a folder.
+    # Try a path with a known extension as a file first, and any other as a folder.
     named = classify(pattern) is not None
     file = tree.one(pattern) if named else None
     entries = [] if file else tree.below(pattern, True)
@@ -314,18 +314,18 @@ def _below(path: str, folder: str) -> str:
 
 
 class RemoteListing:
-    """Lists what is elsewhere, for one dataset."""
+    """Lists the remote files of one dataset."""
 
     def __init__(
         self, network: Network, cache: MetadataCache, *, config: str | None, offline: bool
     ) -> None:
         self.cache = cache
         self.secrets: dict[str, Secret] = {}
-        """Full addresses of files whose `path` leaves out secrets, by that path."""
+        """Full addresses of files whose `path` omits a login or query, by that path."""
         self._config, self._network, self._offline = config, network, offline
 
     def files_of(self, sources: Sequence[str], format: Format | None) -> dict[str, list[FileRef]]:
-        """Return the files of each source. All addresses are checked before anything is asked."""
+        """Return the files of each source. Checks all addresses before the first request."""
         from penstock.read.hub import HubName, Repository, parse
 
         calls: dict[str, Callable[[], list[FileRef]]] = {}
@@ -347,7 +347,7 @@ class RemoteListing:
                 raise ConfigError(f"{scheme[:20]}://… cannot be read; use a path, {SCHEMES}")
         if self._config is not None and all(n.path or not n.revision for n in hub.values()):
             raise ConfigError(f"config={self._config!r}: goes with hf://datasets/ORG/NAME, no path")
-        # One commit for all addresses of a branch, which may move meanwhile.
+        # All addresses of a branch use the same commit, even if the branch moves meanwhile.
         branches = list(dict.fromkeys(name._replace(path="") for name in hub.values()))
         opened = [partial(Repository, self._network, self.known, branch) for branch in branches]
         trees = dict(zip(branches, self._network.gather(opened), strict=True))
@@ -357,7 +357,7 @@ class RemoteListing:
         return dict(zip(calls, self._network.gather(list(calls.values())), strict=True))
 
     def know(self, files: Sequence[FileRef], urls: Any) -> None:
-        """Take a listing that rank 0 made of the same sources. Secrets did not travel with it."""
+        """Adopt rank 0's listing of the same sources, which was sent without secrets."""
         for url in map(full_address, source_paths(urls)):
             if url.lower().startswith(("http://", "https://")):
                 self._public(url, "text")
@@ -372,7 +372,7 @@ class RemoteListing:
         if path or tree.is_bucket:
             return self._find(tree, path, format)
         where = f"{tree.prefix}README.md"
-        # Most often the default is all or most of a repository, so it is listed beside the card.
+        # The default is usually most of the repository, so list it while the card is fetched.
         listing: list[Callable[[], Any]] = [] if self._config else [tree.list_all]
         text = self._network.gather([tree.card, *listing])[0]
         folder, patterns = hub.choose(text, self._config, where)
@@ -399,7 +399,7 @@ class RemoteListing:
     # Web servers
 
     def _public(self, url: str, format: Format | None) -> str:
-        """Return the part of an address that may be shown; the rest is kept as a secret."""
+        """Return the part of an address that may be shown, and store the whole as a secret."""
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port

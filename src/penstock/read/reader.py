@@ -1,4 +1,4 @@
-"""Turn a chunk's address into its documents, whatever the format."""
+"""Read the documents of a chunk, in any format."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from penstock.read.remote_files import RemoteFiles
 
 FOOTERS = 256
-"""Footers kept in memory: more than the files whose chunks are read in turn."""
+"""Footers kept in memory: more than the files that are read at the same time."""
 SHARED_BYTES = 256 * MiB
-"""Memory for columns of divided row groups, of which one is always kept."""
+"""Memory for the columns of divided row groups. One row group is always kept."""
 TAIL = 64 * KiB
-"""Fetched beyond a range of records, since its last record ends after it."""
+"""Fetched beyond a range of records, because its last record ends after the range."""
 
 
 class Reader:
@@ -43,8 +43,8 @@ class Reader:
         cache: MetadataCache | None = None, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._settings, self._remote, self._clock = settings, remote, clock
-        # What all workers read at once from one compressed file; or some of them, where lanes
-        # share them, but always two.
+        # Enough for all workers to read from one compressed file. Lanes share the workers, so each
+        # needs less, but at least for two of them.
         self.lane_bytes = max(3, -(-(n_workers + 2) // lanes)) * settings.chunk_bytes
         """Memory for the decompressed parts of files, for each lane."""
         self._footer = lru_cache(FOOTERS)(partial(load_footer, settings, remote, cache))
@@ -57,7 +57,7 @@ class Reader:
             self._skip.setdefault(address.file, []).append(address)
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
-        """Return a file's chunks. A file that cannot be read at all is a bad record of its own."""
+        """Return a file's chunks. A file that cannot be read is reported as one bad record."""
         try:
             self._check_skip(file)
             if file.format == "parquet":
@@ -73,7 +73,7 @@ class Reader:
         return [ChunkRef(file, at // step, min(step, file.size - at)) for at in starts], []
 
     def _check_skip(self, file: FileRef) -> None:
-        """Raise if an address to skip cannot exist, as far as that is known before reading."""
+        """Raise if an address to skip lies beyond the end of its file or row group."""
         for each in members_of(file) if self._skip else []:
             for address in self._skip.get(each.name, ()):
                 end = 1 if file.members else file.size
@@ -87,7 +87,7 @@ class Reader:
     # Fetching
 
     def fetch(self, ref: ChunkRef, *, again: bool = False) -> list[Bytes]:
-        """Fetch what is needed to read a chunk; nothing for files that are decompressed in order.
+        """Fetch the bytes of a chunk; nothing for files that are decompressed in order.
 
         `again` means that what was fetched before is in doubt.
         """
@@ -100,7 +100,7 @@ class Reader:
         return [*self._remote.read_all(self._ranges(ref))]
 
     def _fetch_shared(self, ref: ChunkRef) -> list[Bytes]:
-        """Fetch the columns of a divided row group once for all its parts, if they are read soon."""
+        """Fetch the columns of a divided row group once for all parts that are read soon."""
         key, size = (ref.file.path, ref.index), ref.nbytes * ref.parts // ref.span
         with self._lock:
             known = self._shared.pop(key, None)
@@ -189,7 +189,7 @@ class Reader:
             if key not in self._compressed:
                 opened = CompressedFile(file, self.lane_bytes, self._closing, self._remote)
                 self._compressed[key] = opened
-                # A lane reads one file after another; two are open while it crosses over.
+                # A lane reads one file after another, and has two open at the transition.
                 for old in [k for k in self._compressed if k[1] == ref.lane][:-2]:
                     self._compressed.pop(old).close()
             return self._compressed[key]
@@ -214,7 +214,7 @@ class Reader:
         return documents
 
     def whole(self, ref: ChunkRef) -> ChunkRef:
-        """Return the chunk of `inspect` that a chunk is a part of."""
+        """Return the undivided chunk that contains a chunk."""
         if ref.parts == 1:
             return ref
         parquet = ref.file.format == "parquet"
@@ -233,19 +233,19 @@ class Reader:
         return b"\n" if file.format == "jsonl" else self._settings.separator
 
     def _span(self, ref: ChunkRef) -> tuple[int, int]:
-        """Return the bytes in which the records of a chunk begin."""
+        """Return the byte range in which the records of a chunk begin."""
         step, file = self._settings.chunk_bytes, ref.file
         begin = ref.index * step
-        # A part is a part of what there is: the last chunk of a file may be short.
+        # The last chunk of a file may be short.
         first, last = ref.bounds(step if file.sequential else min(step, file.size - begin))
         return begin + first, begin + last
 
     def stop(self) -> None:
-        """Have decompression stop at its next step, without waiting."""
+        """Stop decompression at its next step, without waiting."""
         self._closing.set()
 
     def close(self) -> None:
-        """Close all files. Called once no thread reads any more."""
+        """Close all files. Called after all readers have stopped."""
         self.stop()
         for opened in self._compressed.values():
             opened.close()

@@ -1,4 +1,4 @@
-"""Ranges of remote files: retried within a budget, and checked before they are believed.
+"""Read ranges of remote files, retried within a budget and verified.
 
 An answer is believed if it is the range asked for, with its length, of a file with the size and
 ETag of the listing. A retry asks only for the bytes that are still missing. An attempt that takes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.read.buckets import Bucket
 
 PIECE = 8 * MiB
-"""A longer range is fetched in pieces, in parallel."""
+"""Longer ranges are fetched in pieces, in parallel."""
 ADVICE = "Pin a revision (hf://…@sha), restore the file, or start a new run."
 
 
@@ -35,7 +35,7 @@ class RemoteFiles:
     def __init__(self, network: Network, secrets: Mapping[str, Secret]) -> None:
         self._network, self._secrets = network, secrets
         self._found: dict[str, http.Place] = {}
-        """Where redirects led: signed addresses, which hold for a while."""
+        """Targets of redirects: signed addresses, which are valid for a while."""
         self._etags: dict[str, str] = {}
         self._buckets: dict[str, Bucket] = {}
 
@@ -71,7 +71,7 @@ class RemoteFiles:
                     try:
                         response.read_into(view[done:])
                     finally:
-                        # Without an ETag nothing tells that the rest is of the same version.
+                        # Without an ETag, the rest might be of another version.
                         done += response.done if file.path in self._etags else 0
             stats.add_read(length, time.monotonic() - deadline.began)
 
@@ -89,7 +89,7 @@ class RemoteFiles:
 
     @contextmanager
     def _opened(self, file: FileRef, start: int, n: int, deadline: Deadline) -> Iterator[Response]:
-        """Open a range where it was found last, else at its own address."""
+        """Open a range at the last redirect's target, or else at the file's own address."""
         hub, secret = file.path.startswith("hf://"), self._secrets.get(file.path)
         url = resolve_url(file.path) if hub else secret.text if secret else file.path
         place, headers = http.address(url, hub_token() if hub else None)
@@ -116,7 +116,7 @@ class RemoteFiles:
             raise
 
     def _check_head(self, file: FileRef, response: Response, start: int, length: int) -> None:
-        """Raise unless the head of an answer promises the range asked for, of the file listed."""
+        """Raise unless the headers announce the requested range of the listed file."""
         wanted = f"bytes {start}-{start + length - 1}"
         if response.status == 416:
             text = f"{file.path} has no {wanted}: it was {file.size} bytes long. {ADVICE}"
@@ -139,7 +139,7 @@ class RemoteFiles:
         self._check(file, response.version(), total)
 
     def _check(self, file: FileRef, version: str, total: int | None) -> None:
-        """Raise unless an answer is of the file that was listed."""
+        """Raise unless the size and version are those of the listing."""
         if total is not None and total != file.size:
             text = f"{file.path} changed: it was {file.size} bytes long, it is {total}. {ADVICE}"
             raise RequestError("size", SourceError(text))

@@ -45,21 +45,21 @@ SCHEMA = pa.schema([("docs", pa.large_binary()), ("rows", pa.int64())])
 """The ids of a document as bytes, and the document's row in its source."""
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HEAD_BYTES = 64 * KiB
-"""Read at first, for the header: more makes a second request from a bucket rarer."""
+"""First read of a header. A larger value makes a second request to a bucket rarer."""
 NAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{16}-[0-9]+-[0-9a-f]{24}\.arrows")
 FIELDS = ("last", "bad", "empty", "text_bytes", "filtered")
-"""Of a `TokenChunk`, besides its documents."""
+"""The fields of a `TokenChunk` besides its documents."""
 LOCK = ".lock"
 
 
 class Key(NamedTuple):
-    """Names an entry by everything that decides its tokens."""
+    """Identifies an entry by everything that determines its tokens."""
 
     source: str
     """The source file and its version. It is stored and shown, so it must not hold secrets."""
     chunk: int
     settings: str
-    """Tokenizer, filter and whatever else the ids depend on, as text."""
+    """Tokenizer, filter and all other settings that the ids depend on, as text."""
 
     @property
     def text(self) -> str:
@@ -77,7 +77,7 @@ def _digest(text: str, digits: int) -> str:
 
 
 class Block(NamedTuple):
-    """A part of an entry that can be read alone."""
+    """A part of an entry that can be read separately."""
 
     offset: int
     """The first byte in the entry."""
@@ -88,7 +88,7 @@ class Block(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What an entry says about itself."""
+    """The header of an entry."""
 
     key: Key
     blocks: tuple[Block, ...]
@@ -107,7 +107,7 @@ class Header(NamedTuple):
 
 
 class TokenStore:
-    """Token chunks in a folder or a bucket. Nothing is opened or made before the first use."""
+    """Token chunks in a folder or a bucket. Opens and creates nothing before the first use."""
 
     def __init__(
         self, place: str | os.PathLike[str], limit_bytes: int | None = None,
@@ -124,13 +124,13 @@ class TokenStore:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self.off: str | None = None
-        """Why nothing is written any more."""
+        """Why writing has stopped; None while it has not."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.place, self.limit_bytes, self.block_bytes, self.best_effort)
 
     def counts(self) -> dict[str, int]:
-        """Return what was written, refused and found damaged, by its name in `Stats`."""
+        """Return counts of written, refused and damaged entries, by their names in `Stats`."""
         with self._lock:
             names = ("written", "written_bytes", "refused", "damaged")
             return {f"cache_{name}": self._counts[name] for name in names}
@@ -154,7 +154,7 @@ class TokenStore:
         self._place.write(name, [data], len(data))
 
     def header(self, name: str) -> Header:
-        """Read what an entry says about itself: one short read."""
+        """Read the header of an entry: one short read."""
         data = self._place.read(name, 0, HEAD_BYTES)
         length = 8 + int.from_bytes(data[4:8], "little")
         if length > HEAD_BYTES:
@@ -164,7 +164,7 @@ class TokenStore:
     def read_blocks(
         self, name: str, header: Header, first: int = 0, last: int | None = None
     ) -> tuple[pa.LargeBinaryArray, I64]:
-        """Read the documents and rows of the blocks [first, last) in one piece, and check them."""
+        """Read the documents and rows of the blocks [first, last) in one read, and verify them."""
         blocks = header.blocks[first:last]
         if not blocks:
             return pa.nulls(0, pa.large_binary()), np.empty(0, np.int64)
@@ -174,7 +174,7 @@ class TokenStore:
         return whole.column(0), whole.column(1).to_numpy()
 
     def read_batches(self, name: str, blocks: Sequence[Block]) -> Iterator[pa.RecordBatch]:
-        """Read adjacent blocks in one piece, and check them."""
+        """Read adjacent blocks in one read, and verify them."""
         start, end = blocks[0].offset, blocks[-1].offset + blocks[-1].length
         data = self._place.read(name, start, end - start)
         for block in blocks:
@@ -184,7 +184,7 @@ class TokenStore:
             yield pa.ipc.read_record_batch(body, SCHEMA)
 
     def get(self, key: Key, ref: ChunkRef) -> TokenChunk | None:
-        """Return the chunk of a key, checked, or None if there is none."""
+        """Return the verified chunk of a key, or None if there is none."""
         try:
             header = self.header(key.name)
             docs, rows = self.read_blocks(key.name, header)
@@ -205,7 +205,7 @@ class TokenStore:
         return TokenChunk(ref, docs, rows, **(header.chunk | {"bad": bad}))
 
     def put(self, key: Key, chunk: TokenChunk) -> Header | None:
-        """Write a chunk, and return its header; None if there is no room or writing has ended."""
+        """Write a chunk and return its header; None if the store is full or writing has stopped."""
         try:
             if self.off is None:
                 header, parts = _serialize(key, chunk, self.block_bytes)
@@ -301,7 +301,7 @@ def _open_place(place: str, limit_bytes: int | None) -> Folder | Bucket:
 
 
 class Folder:
-    """Entries in a folder, for many processes at once.
+    """Entries in a folder that many processes may share.
 
     With a limit, the bytes in use are kept in a lock file. They are raised before an entry is written
     and only one process writes at a time, so the limit holds. Each process counts them once, which
@@ -316,8 +316,8 @@ class Folder:
 
     def read(self, name: str, start: int, length: int) -> pa.Buffer:
         """Read a range; shorter at the end of the file."""
-        # Not mapped: a disk that fails raises OSError here, while the first access to a mapped
-        # page would kill the process.
+        # Not mapped: a failing disk raises OSError here, but would kill the process at the first
+        # access to a mapped page.
         with open(self._folder / name, "rb", buffering=0) as file:
             length = max(0, min(length, os.fstat(file.fileno()).st_size - start))
             return pa.py_buffer(os.pread(file.fileno(), length, start))

@@ -1,8 +1,8 @@
 """Turn the records of a chunk into documents: filter, transform, split and validate.
 
-A record that cannot be tokenized does not cost the whole chunk: it is raised, or reported and
-replaced by an empty text, so that the others keep their numbers. Costs one pass for the encoding
-(5 GB/s); Python per document only where something is bad.
+A record that cannot be tokenized raises, or is reported and replaced by an empty text; the other
+records keep their row numbers. Checks the encoding in one pass (5 GB/s), and runs Python per document
+only for bad records and with `skip`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class ChunkValidator:
-    """Judges the records of one chunk, and notes those that are left out."""
+    """Validates the records of one chunk, and collects those that are left out."""
 
     def __init__(self, ref: ChunkRef, settings: ReadSettings) -> None:
-        """A chunk with the number -1 is the whole file."""
+        """A chunk with index -1 is the whole file."""
         self._ref, self._settings = ref, settings
         self.max_bytes = settings.max_doc_bytes
         self._group = ref.index if ref.file.format == "parquet" and ref.index >= 0 else None
@@ -71,7 +71,7 @@ class ChunkValidator:
         return Documents(pa.nulls(0, pa.large_string()), np.empty(0, np.int64), last, self.bad)
 
     def reject(self, row: int, reason: str, detail: str) -> None:
-        """Raise, or note that a record is left out, if it is in the chosen split."""
+        """Raise, or report a record as left out, if it is in the chosen split."""
         chosen = self._chosen(np.array([row]))
         if chosen is not None and not chosen.all():
             return
@@ -86,7 +86,7 @@ class ChunkValidator:
     def reject_chunk(self, error: CorruptFile) -> None:
         """The same for a file or chunk that cannot be read."""
         if self._settings.on_bad_record == "raise":
-            # A new exception: several threads may meet the same damage and add their notes.
+            # A new exception, because several threads may find the same damage and add their notes.
             raise type(error)(str(error)) from error
         address = Address(self._ref.file.name, self._group, -1)
         self.bad.append(Bad(address, error.reason, str(error).splitlines()[0]))
@@ -103,7 +103,7 @@ class ChunkValidator:
         return blank(column, np.array(invalid, np.int64)).cast(pa.large_string())
 
     def _chosen(self, rows: I64) -> Mask | None:
-        """Return which rows are in the chosen split, by the address of each document; None for all."""
+        """Return a mask of the rows in the chosen split, by document address; None for all."""
         file, settings = self._ref.file, self._settings
         if settings.split is None:
             return None
@@ -115,8 +115,8 @@ class ChunkValidator:
         return in_val if settings.split == "val" else ~in_val
 
     def _split_key(self, name: str) -> int:
-        # By the file's own name, without its folder: a name relative to what was listed would change
-        # with the other files, and an absolute path with a move of the data.
+        # Uses the file's base name: a relative name would change with the other files listed, and an
+        # absolute path if the data moves.
         digest = hashlib.sha256(os.path.basename(name).encode("utf-8", "surrogateescape")).digest()
         group = -1 if self._group is None else self._group
         return mix(self._settings.split_seed, group, int.from_bytes(digest[:8], "little"))
@@ -128,7 +128,7 @@ class ChunkValidator:
 
 
 def where(address: Address) -> str:
-    """Return an address in words."""
+    """Return an address as text."""
     if address.group is None:
         return f"{address.file}, byte {address.row}" if address.row >= 0 else address.file
     row = f", row {address.row}" if address.row >= 0 else ""
@@ -156,7 +156,7 @@ class Quarantine:
             raise ConfigError(f"cannot write to {path}: {error.strerror} (quarantine)") from error
 
     def write(self, bad: list[Bad]) -> None:
-        """Append all of them in a single write, so that a reader never sees half a line."""
+        """Append all records in a single write, so that a reader never sees half a line."""
         names = ("file", "row_group", "row", "reason", "detail")
         values = [zip(names, (*b.address, b.reason, b.detail), strict=True) for b in bad]
         self._file.write("".join(json.dumps(dict(v), ensure_ascii=False) + "\n" for v in values))
@@ -170,7 +170,7 @@ class Quarantine:
 
 
 def parse_filter(value: Any) -> pc.Expression:
-    """Return the filter that a user gave: an expression, tuples, or comparisons as text."""
+    """Parse a filter: an expression, tuples, or comparisons as text."""
     if isinstance(value, pc.Expression):
         return value
     try:
@@ -184,7 +184,7 @@ def parse_filter(value: Any) -> pc.Expression:
 
 
 def filter_columns(wanted: pc.Expression, schema: pa.Schema, where: str) -> list[str]:
-    """Return the columns that a filter reads, or raise if there is none of a name."""
+    """Return the columns that a filter reads, or raise if one does not exist."""
     table, needed = schema.empty_table(), []
     filter_rows(wanted, table, where)
     for name in schema.names:
@@ -245,5 +245,5 @@ def select(settings: ReadSettings, table: pa.Table, rows: I64, where: str) -> tu
     if not isinstance(kind, pa.DataType) or not is_text(kind) or len(column) != n:
         needs = f"must return a text for each of {n} rows, not {kind or type(column).__name__}"
         raise SourceError(f"{where}: transform {name!r} {needs}")
-    texts = combined(column)  # null for those to leave out
+    texts = combined(column)  # null: leave out
     return texts.drop_null(), rows[texts.is_valid().to_numpy(zero_copy_only=False)]

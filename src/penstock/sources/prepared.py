@@ -31,7 +31,7 @@ from penstock.watch.loader_stats import SourceChunks
 from penstock.watch.stage_timer import Clock
 
 GROUP_BLOCKS = 512
-"""Blocks of a lane whose places are computed at once."""
+"""Blocks of a lane whose order is computed at once."""
 GROWTH = 8
 """Windows of the first epoch have 1, 8, 64 and then 512 blocks: blocks are read faster than consumed."""
 BLOCKS_PER_TASK = 8
@@ -45,10 +45,10 @@ _BLOCKS = 6  # a permutation of blocks shares no key with those of text
 class PreparedOptions:
     """How a prepared corpus is packed.
 
-    seq_len: Ids of a row. Attention's cost grows with its square.
+    seq_len: Inputs per row. The cost of attention grows with its square.
     packing: As for text: "concat", "bos" or "best_fit".
-    positions: Add positions and cu_seqlens to batches: 8 bytes more a token.
-    shuffle_blocks: Blocks of 65,536 tokens in a shuffle window. More mix better; each lane has two
+    positions: Add positions and cu_seqlens to batches: 8 more bytes per token.
+    shuffle_blocks: Blocks of 65,536 tokens in a shuffle window. More mix better, but each lane has two
         windows in memory, 128 MiB by default with ids of 2 bytes.
     skip: Documents to leave out: spans or addresses of `batch.provenance()`.
     """
@@ -101,13 +101,12 @@ class BlockRef(ChunkRef):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan(Plan):
-    """Assigns the blocks of an epoch to lanes round-robin: in one permutation of them all, or in
-    order."""
+    """Assigns the blocks of an epoch to lanes round-robin, in order or in one global permutation."""
 
     manifest: Manifest
 
     def numbers(self, lane: int, epoch: int, first: int = 0, last: int | None = None) -> I64:
-        """Return the numbers of the lane's blocks [first, last)."""
+        """Return the corpus-wide numbers of the lane's blocks [first, last)."""
         n = len(self.manifest.offsets)
         own = range(lane, n, self.lanes)[first:last]
         places = np.arange(own.start, own.stop, own.step)
@@ -151,7 +150,7 @@ class BlockPlan(Plan):
         return int(self.manifest.blocks["id_bytes"][self.numbers(lane, epoch)].sum()) // itemsize
 
     def balance(self) -> float:
-        """Return the blocks of the lane that has least, as a share of the mean."""
+        """Return the number of blocks of the smallest lane, as a share of the mean."""
         n = len(self.manifest.offsets)
         return n // self.lanes * self.lanes / n if n else 1.0
 

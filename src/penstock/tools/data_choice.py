@@ -58,9 +58,9 @@ class SettingsOptions:
 class DataOptions(SettingsOptions):
     """Data, and how to load it.
 
-    tokenizer: byte, gpt2, a file or a Hub name. Defaults to byte.
-    seq_len: Tokens per row. Defaults to 1024.
-    text_field: Column or field with the text. Defaults to text.
+    tokenizer: byte, gpt2, a file or a Hub name. Defaults to the settings file's, or byte.
+    seq_len: Tokens per row. Defaults to the settings file's, or 1024.
+    text_field: Column or field with the text. Defaults to the settings file's, or text.
     batch: Rows per batch.
     """
 
