@@ -143,10 +143,10 @@ class GigatokenEngine(Engine):
     """
 
     name = "gigatoken"
-    FIRST_BYTES = 64 * MiB
-    """The first text is encoded document by document, on one instance. Batches are faster, but
-    importing awkward and loading another instance hold the GIL for 0.2 s each, which would delay
-    the first batches of a run. Later the queue hides it."""
+    FIRST_BYTES = 16 * MiB
+    """The first text is encoded document by document, on one instance, which holds the GIL for
+    milliseconds. Batches release it and are faster, but importing awkward and loading another
+    instance hold it for 0.2 s each, which would delay the first batches of a run."""
     CHECK_BYTES = 8 * MiB
     """Text between two checks of the size of the process."""
 
