@@ -147,8 +147,10 @@ class GigatokenEngine(Engine):
     """The first text is encoded document by document, on one instance, which holds the GIL for
     milliseconds. Batches release it and are faster, but importing awkward and loading another
     instance hold it for 0.2 s each, which would delay the first batches of a run."""
+    SETTLED_BYTES = 64 * MiB
+    """Text before the first check of the size of the process, which grows while its buffers fill."""
     CHECK_BYTES = 8 * MiB
-    """Text between two checks of the size of the process."""
+    """Text between two checks."""
 
     def __init__(
         self, vocabulary: Vocabulary, cache_bytes: int, vocab_size: int | None = None
@@ -157,7 +159,7 @@ class GigatokenEngine(Engine):
         self._vocabulary, self._cache_bytes = vocabulary, cache_bytes
         self._lock = threading.Lock()
         self._idle: list[Any] = []
-        self._seen_bytes = self._checked_bytes = 0
+        self._seen_bytes, self._checked_bytes = 0, self.SETTLED_BYTES
         self._warm_size: int | None = None
         """Size of the process at the first check after these instances were loaded."""
         self.replaced = 0
