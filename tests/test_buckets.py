@@ -290,7 +290,7 @@ def test_a_bucket_holds_the_same_entries_as_a_folder(s3: str, tmp_path: Path) ->
     assert_same(there.get(key_of(0), REF), chunk)
     assert_same(there.get(key_of(1), REF), chunk_of([]))
     header = there.header(key_of(0).name)
-    docs, rows = there.read_blocks(key_of(0).name, header, 2, 4)
+    docs, rows = there.read_blocks(key_of(0).name, header.blocks[2:4])
     first = sum(block.documents for block in header.blocks[:2])
     assert docs.to_pylist() == chunk.docs.to_pylist()[first : first + len(rows)]
     content = (tmp_path / key_of(0).name).read_bytes()

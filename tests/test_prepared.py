@@ -74,13 +74,13 @@ def test_a_length_that_is_not_known_is_a_type_error(blocks: Path) -> None:
 
 
 def test_a_rank_reads_only_its_own_blocks(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, read, original = PreparedDataset(blocks, seq_len=500), [], TokenStore.read_batches
+    data, read, original = PreparedDataset(blocks, seq_len=500), [], TokenStore.read_blocks
 
     def record(store: TokenStore, name: str, some: Any) -> Any:
         read.extend((name, block.offset) for block in some)
         return original(store, name, some)
 
-    monkeypatch.setattr(TokenStore, "read_batches", record)
+    monkeypatch.setattr(TokenStore, "read_blocks", record)
     for rank in (0, 1):
         with AsyncDataLoader(data, 8, epochs=1, shuffle=True, shard=Shard(2, rank)) as loader:
             list(loader)

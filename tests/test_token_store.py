@@ -117,12 +117,13 @@ def test_a_chunk_comes_back_as_it_was_whole_and_in_blocks(
     assert store.exists(key)
     assert_same(store.get(key, REF), chunk)
     assert store.header(key.name) == header
-    assert (header.key, header.documents) == (key, len(docs))
+    assert (header.key, sum(block.documents for block in header.blocks)) == (key, len(docs))
     assert header.size == Path(store.place, key.name).stat().st_size
-    one_by_one = [store.read_blocks(key.name, header, i, i + 1) for i in range(len(header.blocks))]
-    assert [doc for part, _ in one_by_one for doc in part.to_pylist()] == chunk.docs.to_pylist()
-    assert [row for _, part in one_by_one for row in part.tolist()] == rows
-    assert sum(len(doc) * np.dtype(dtype).itemsize for doc in docs) == header.id_bytes
+    parts = [store.read_blocks(key.name, [block]) for block in header.blocks]
+    assert [doc for part in parts for doc in part["docs"].to_pylist()] == chunk.docs.to_pylist()
+    assert [row for part in parts for row in part["rows"].to_pylist()] == rows
+    id_bytes = sum(block.id_bytes for block in header.blocks)
+    assert sum(len(doc) * np.dtype(dtype).itemsize for doc in docs) == id_bytes
 
 
 # Nothing damaged comes out

@@ -215,7 +215,7 @@ def test_a_bomb_is_noticed_before_it_fills_the_memory(hub: HubServer) -> None:
     outcome = run(["hf://datasets/org/bomb", hf(CHOSEN)], max_ratio=10, on_bad_record="skip")
     assert outcome.error is None
     assert outcome.stats is not None
-    assert outcome.stats.bad == {"bomb": 1}
+    assert outcome.stats.bad == {"corrupt": 1}
 
 
 # Other formats: damaged

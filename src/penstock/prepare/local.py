@@ -201,11 +201,12 @@ def _engine(engine: str, ray_address: str | None) -> Engine:
 def _add(
     done: Prepared, ref: ChunkRef, header: Header, itemsize: int, bad: list[Bad], seconds: float
 ) -> Prepared:
-    tokens = header.id_bytes // itemsize
+    tokens = sum(block.id_bytes for block in header.blocks) // itemsize
+    documents = sum(block.documents for block in header.blocks)
     return replace(
         done,
         chunks_done=done.chunks_done + (not ref.file.sequential or header.chunk["last"]),
-        documents=done.documents + header.documents,
+        documents=done.documents + documents,
         tokens=done.tokens + tokens,
         bytes=done.bytes + header.size,
         text_bytes=done.text_bytes + header.chunk["text_bytes"],
@@ -383,7 +384,7 @@ def _lengths(store: TokenStore, manifest: Manifest, dtype: np.dtype[Any]) -> dic
     sampled = np.unique(np.linspace(0, n - 1, min(n, SAMPLED_BLOCKS)).astype(np.int64))
     _, names, blocks = manifest.locate(sampled)
     for name, block in zip(names, blocks, strict=True):
-        [batch] = read_blocks(store, name, [block])
+        batch = read_blocks(store, name, [block])
         lengths.append(np.diff(flatten(batch.column(0), dtype)[1]))
     found = np.concatenate(lengths)
     found = found[found > 0]

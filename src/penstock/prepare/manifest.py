@@ -64,10 +64,10 @@ class Manifest:
         return entries, self.names.take(pa.array(entries)).to_pylist(), list(blocks)
 
 
-def read_blocks(store: TokenStore, name: str, blocks: Sequence[Block]) -> list[pa.RecordBatch]:
+def read_blocks(store: TokenStore, name: str, blocks: Sequence[Block]) -> pa.RecordBatch:
     """Return the documents and rows of adjacent blocks, after verifying them."""
     try:
-        return list(store.read_batches(name, blocks))
+        return store.read_blocks(name, blocks)
     except FileNotFoundError:
         raise CorruptFile(f"{store.place}/{name} is missing") from None
 
@@ -171,8 +171,8 @@ def write_manifest(
     about = plan | {
         "entries": len(headers),
         "blocks": len(blocks),
-        "documents": sum(header.documents for header in headers),
-        "tokens": sum(header.id_bytes for header in headers) // itemsize,
+        "documents": sum(block.documents for block in blocks),
+        "tokens": sum(block.id_bytes for block in blocks) // itemsize,
         "bytes": sum(header.size for header in headers),
         "text_bytes": sum(header.chunk["text_bytes"] for header in headers),
         "empty": sum(header.chunk["empty"] for header in headers),

@@ -29,8 +29,6 @@ T = TypeVar("T")
 Call = Callable[[Any, Any, Deadline], T]
 """A function of obstore, the store and a deadline."""
 
-Version = tuple[str, int]
-"""An ETag and a size."""
 Known = Callable[..., Any]
 
 LOGIN = {
@@ -141,7 +139,9 @@ class Bucket:
 
     # Ranges
 
-    def read_into(self, key: str, start: int, view: memoryview, deadline: Deadline) -> Version:
+    def read_into(
+        self, key: str, start: int, view: memoryview, deadline: Deadline
+    ) -> tuple[str, int]:
         """Fill a buffer from a range of a file. Return the file's ETag and size."""
         began, at = time.perf_counter(), 0
 

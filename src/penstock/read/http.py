@@ -18,13 +18,12 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -36,6 +35,7 @@ from penstock.config import proxy_for
 from penstock.errors import LoaderClosed, PenstockError, RemoteError, SourceError
 from penstock.options import RemoteOptions
 from penstock.types import MODIFIED, KiB, MiB
+from penstock.watch.loader_stats import NetworkStats
 
 if TYPE_CHECKING:
     from penstock.feed.worker_pool import ThreadPool
@@ -49,8 +49,6 @@ MAX_BODY = 64 * MiB
 MAX_PAUSE_S = 10.0
 BELIEVED = 3
 """How many times a fatal error must occur before it is believed."""
-RESTARTS = 8
-"""Slow attempts that may be repeated, beyond a tenth of all requests."""
 NO_RANGES = "its server does not answer requests for a range of bytes. Copy the file to disk."
 RECEIVE = 256 * KiB
 CONNECTIONS = 64
@@ -331,62 +329,6 @@ def retry_after(headers: Headers) -> float | None:
         return urllib3.Retry().parse_retry_after(value)
     except (urllib3.exceptions.InvalidHeader, ValueError):
         return None
-
-
-# Runs
-
-
-class NetworkStats:
-    """Counts of requests, bytes, seconds and faults, shared by many threads."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self._reads: dict[int, deque[float]] = {}
-        """Durations of recent reads, by the power of two of their lengths."""
-        self._lock = threading.Lock()
-
-    def add(self, fault: str = "", **counts: Any) -> None:
-        with self._lock:
-            self.counts.update(counts)
-            self.faults.update([fault] if fault else [])
-
-    def add_read(self, length: int, seconds: float) -> None:
-        with self._lock:
-            self._reads.setdefault(length.bit_length(), deque(maxlen=128)).append(seconds)
-
-    def slow_s(self, length: int) -> float | None:
-        """Return a duration that few reads of this length exceed, or None if too few are known."""
-        with self._lock:
-            recent = sorted(self._reads.get(length.bit_length(), ()))
-            # If everything is slow, more requests would make it slower.
-            many = self.counts["restarts"] > RESTARTS + self.counts["requests"] // 10
-        # Reads share the link, so one that is slightly slower than most is not stuck.
-        known = len(recent) >= 8 and not many
-        return 1.5 * recent[int(0.95 * len(recent))] + 0.1 if known else None
-
-    def times(self) -> dict[str, Any]:
-        """Return the time that requests spent in each phase, over all threads."""
-        with self._lock:
-            waits, counts = sorted(chain(*self._reads.values())) or [0.0], self.counts
-            parts = ("first_byte_s", "body_s", "retry_s")
-            return {
-                **{name: round(counts[name], 6) for name in parts},
-                **{f"p{p}_ms": round(1e3 * waits[len(waits) * p // 101], 3) for p in (50, 95, 99)},
-                "requests": counts["requests"],
-                "retries": self.faults.total(),
-                "bytes": counts["bytes"],
-            }
-
-    def totals(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "requests": self.counts["requests"],
-                "fetched_bytes": self.counts["bytes"],
-                "hedges": self.counts["restarts"],
-                "retry_wait_ms": round(1e3 * self.counts["retry_s"]),
-                **{f"fault {name}": n for name, n in self.faults.items()},
-            }
 
 
 class Network:

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from penstock.config import write_atomically
 from penstock.errors import ConfigError, RemoteError, SourceError
-from penstock.types import Codec, FileRef, Format, Member, MiB, version_change
+from penstock.types import Codec, FileRef, Format, Member, MiB
 
 if TYPE_CHECKING:
     from penstock.read.buckets import Bucket
@@ -87,10 +87,7 @@ def list_files(
     away = {} if remote is None else remote.files_of([p for p in paths if is_remote(p)], format)
     found = [file for p in paths for file in (away[p] if p in away else _local(p, format))]
     files = distinct(found)
-    listed = tuple(_bundle(files) if whole else files)
-    if away and remote is not None:
-        remember(remote.cache, listed)
-    return listed
+    return tuple(_bundle(files) if whole else files)
 
 
 def is_remote(source: str) -> bool:
@@ -257,30 +254,6 @@ def fingerprint(files: Sequence[FileRef]) -> str:
     return digest.hexdigest()[:16]
 
 
-def remember(cache: MetadataCache, files: Sequence[FileRef]) -> None:
-    """Keep a listing by its fingerprint, for `explain_change`."""
-    rows = [[file.name, file.size, file.etag] for file in each(files)]
-    cache.put("manifests", fingerprint(files), json.dumps(rows).encode())
-
-
-def explain_change(cache: MetadataCache, old: str, files: Sequence[FileRef]) -> str | None:
-    """Describe the first difference from an earlier listing; None if that is not in the cache."""
-    data = cache.get("manifests", old)
-    if data is None:
-        return None
-    before = {name: (size, etag) for name, size, etag in json.loads(data)}
-    now = {file.name: (file.size, file.etag) for file in each(files)}
-    for name in [*now, *before]:
-        if name not in before or name not in now:
-            return f"{name} was added" if name in now else f"{name} is gone"
-        if before[name] != now[name]:
-            (old_size, old_etag), (size, etag) = before[name], now[name]
-            what = f"it was {old_size} bytes long, it is {size}"
-            what = version_change(old_etag, etag) if etag != old_etag else what
-            return f"{name} changed: {what}"
-    return "the files come in another order" if list(before) != list(now) else None
-
-
 # Remote files
 
 
@@ -356,12 +329,11 @@ class RemoteListing:
             calls[source] = partial(self._in_repository, tree, name.path, format)
         return dict(zip(calls, self._network.gather(list(calls.values())), strict=True))
 
-    def know(self, files: Sequence[FileRef], urls: Any) -> None:
-        """Adopt rank 0's listing of the same sources, which was sent without secrets."""
+    def know(self, urls: Any) -> None:
+        """Store the secrets of sources that rank 0 listed: they are not sent."""
         for url in map(full_address, source_paths(urls)):
             if url.lower().startswith(("http://", "https://")):
                 self._public(url, "text")
-        remember(self.cache, files)
 
     # The Hub and buckets
 

@@ -31,12 +31,6 @@ STEP_ROWS, STEP_BYTES = 1024, 64 * MiB
 """Rows and bytes that are decoded at once."""
 
 
-class BombError(CorruptFile):
-    """A file expands beyond its limit."""
-
-    reason = "bomb"
-
-
 class Footer(NamedTuple):
     """The footer of a file, and the columns to read."""
 
@@ -86,9 +80,9 @@ def read_chunk(
     file, names, rows = ref.file, footer.names, footer.rows(ref.index)
     lo, hi = ref.bounds(rows)
     limit, encoded = int(settings.max_ratio * file.size) + 64 * MiB, footer.text_bytes(ref.index)
-    step = max(16, min(STEP_ROWS, STEP_BYTES * rows // max(1, encoded)))
     # Every row may refer to one dictionary value that is as long as all the encoded bytes.
-    step = min(step, max(1, limit // max(1, encoded)))
+    most = min(STEP_BYTES * rows, limit) // max(1, encoded)
+    step = max(1, min(STEP_ROWS, most))
     batches, have, at = [], 0, 0
     # Not memory-mapped, because a mapped file that shrinks kills the process.
     source = pa.PythonFile(RangeFile(file.size, opened), mode="r")
@@ -104,7 +98,7 @@ def read_chunk(
             have += columns[0].nbytes
             if have > limit:
                 advice = "If the data is valid, store it with less compression."
-                raise BombError(f"{ref}: {file.size} bytes decode to more than {limit}. {advice}")
+                raise CorruptFile(f"{ref}: {file.size} bytes decode to more than {limit}. {advice}")
             if at > lo:
                 columns = [column[max(0, lo - first) : hi - first] for column in columns]
                 batches.append(pa.RecordBatch.from_arrays(columns, names))

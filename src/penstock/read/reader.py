@@ -17,11 +17,10 @@ from penstock.errors import ConfigError, CorruptFile
 from penstock.read import ReadSettings, text
 from penstock.read.arrow_utils import binaries
 from penstock.read.listing import MetadataCache, members_of
-from penstock.read.parquet import MAX_CHUNK_BYTES as MAX_CHUNK_BYTES
 from penstock.read.parquet import load_footer, read_chunk
 from penstock.read.storage import AnyFile, Bytes, CompressedFile, FetchedFile, PlainFile
 from penstock.read.validation import ChunkValidator, where
-from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, KiB, MiB
+from penstock.types import Address, Bad, ChunkRef, Documents, FileRef, MiB
 from penstock.watch.stage_timer import Clock
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ FOOTERS = 256
 """Footers kept in memory: more than the files that are read at the same time."""
 SHARED_BYTES = 256 * MiB
 """Memory for the columns of divided row groups. One row group is always kept."""
-TAIL = 64 * KiB
-"""Fetched beyond a range of records, because its last record ends after the range."""
 
 
 class Reader:
@@ -78,9 +75,9 @@ class Reader:
             for address in self._skip.get(each.name, ()):
                 end = 1 if file.members else file.size
                 if address.group is not None:
-                    meta = self._footer(file).meta
-                    known = address.group < meta.num_row_groups
-                    end = meta.row_group(address.group).num_rows if known else 0
+                    footer = self._footer(file)
+                    known = address.group < footer.meta.num_row_groups
+                    end = footer.rows(address.group) if known else 0
                 if address.row >= end and not file.sequential:
                     raise ConfigError(f"skip: there is no document at {where(address)}")
 
@@ -127,7 +124,7 @@ class Reader:
             return []
         lo, hi = self._span(ref)
         start = max(0, lo - len(separator))
-        return [(file, start, min(file.size, hi + len(separator) + TAIL) - start)]
+        return [(file, start, min(file.size, hi + len(separator) + text.TAIL) - start)]
 
     # Reading
 
@@ -183,6 +180,7 @@ class Reader:
         if not file.codec and not file.remote:
             return PlainFile(file, self._clock)
         if not file.codec:
+            assert self._remote is not None
             starts = [start for _, start, _ in self._ranges(ref)]
             return FetchedFile(file, self._remote, [*zip(starts, fetched, strict=True)])
         with self._lock:

@@ -53,21 +53,16 @@ class FetchedFile:
     broken: CorruptFile | None = None
 
     def __init__(
-        self, file: FileRef, remote: RemoteFiles | None, parts: Sequence[tuple[int, Bytes]]
+        self, file: FileRef, remote: RemoteFiles, parts: Sequence[tuple[int, Bytes]]
     ) -> None:
         self._file, self._remote, self._parts = file, remote, parts
 
     def read(self, start: int, length: int) -> bytes:
         end = min(start + length, self._file.size)
         for first, data in self._parts:
-            if first <= start < first + len(data):
-                part = bytes(memoryview(data)[start - first : end - first])
-                at = start + len(part)
-                return part + self.read(at, end - at) if at < end else part
-        if start >= end:
-            return b""
-        assert self._remote is not None
-        return bytes(self._remote.read(self._file, start, end - start))
+            if first <= start and end <= first + len(data):
+                return bytes(memoryview(data)[start - first : end - first])
+        return bytes(self._remote.read(self._file, start, end - start)) if start < end else b""
 
 
 class PlainFile:

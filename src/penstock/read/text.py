@@ -21,9 +21,11 @@ import pyarrow.json as pj
 from penstock.order.shuffle import I64
 from penstock.read.arrow_utils import binaries, integers
 from penstock.read.storage import AnyFile
-from penstock.types import MiB
+from penstock.types import KiB, MiB
 
 BOM = b"\xef\xbb\xbf"
+TAIL = 64 * KiB
+"""Read first beyond a range of records, because its last record ends after the range."""
 
 
 @dataclass(slots=True)
@@ -81,14 +83,14 @@ def _extend(
 ) -> None:
     """Read more until the last record is complete, or longer than allowed."""
     buffer, start = records.buffer, int(records.starts[-1])
-    step, end = MiB // 4, -1
+    step, end = TAIL, -1
     while end < 0 and not at_end and len(buffer) - start <= max_bytes:
         part = source.read(records.offset + len(buffer), step)
         searched = max(start, len(buffer) - len(separator) + 1)
         buffer += part
         end = buffer.find(separator, searched)
         at_end = len(part) < step
-        step = min(2 * step, 16 * MiB)
+        step = min(4 * step, 16 * MiB)
     records.buffer = buffer
     records.ends[-1] = end if end >= 0 else len(buffer)
     records.unended, records.cut = end < 0 and at_end, end < 0 and not at_end
@@ -137,7 +139,7 @@ def parse_json(
 
     Calls `reject` with the row of each bad line, a reason and details.
     """
-    table = _parse_at_once(records, field, all_columns)
+    table = _parse_at_once(records, field, all_columns) if len(records.starts) else None
     if table is not None:
         return table
     texts: list[bytes] = []
@@ -156,8 +158,6 @@ def parse_json(
 
 def _parse_at_once(records: Records, field: str, all_columns: bool) -> pa.Table | None:
     starts, ends = records.starts, records.ends
-    if len(starts) == 0:
-        return pa.table({field: pa.nulls(0, pa.large_string())})
     # Arrow treats a newline as white space, so it would accept an object that spans lines. That is
     # impossible if each line begins and ends with a brace: no object continues with "{" after "}".
     data = np.frombuffer(records.buffer, np.uint8)

@@ -215,8 +215,7 @@ def _map_file(path: str, size: int) -> pa.Buffer:
     with pa.memory_map(os.fsencode(path)) as file:
         # Reading beyond the end of a mapped file kills the process, so the size is checked.
         if (now := file.size()) != size:
-            change = f"it had {size} bytes, it has {now}"
-            raise CorruptFile(f"{path} changed while in use: {change}. Start a new run.")
+            raise CorruptFile(f"{path} changed from {size} to {now} bytes. Start a new run.")
         return file.read_buffer(size)
 
 
@@ -242,8 +241,7 @@ class MegatronIndex:
         last = int(np.frombuffer(data, "<i4", n, at)[-1])
         end = int(self._pointers[-1]) + last * self._itemsize
         if end != file.size:
-            sizes = f"{end} bytes, and {file.path} has {file.size}"
-            raise CorruptFile(f"{path} describes a .bin of {sizes}")
+            raise CorruptFile(f"{path} describes {end} bytes, but {file.path} has {file.size}")
         self.tokens = end // self._itemsize
 
     def documents(self) -> I64:
@@ -268,8 +266,7 @@ def _list(paths: Paths) -> list[FileRef]:
         listed = list_files(source, format="text", whole=False)
         found += [replace(file, codec="") for file in listed if file.path.endswith(ENDINGS)]
     if not found:
-        ends = " or ".join(ENDINGS)
-        raise SourceError(f"{paths}: no file ends in {ends}. Read text with TextDataset.")
+        raise SourceError(f"{paths}: no .bin or .npy file. Read text with TextDataset.")
     return distinct(found)
 
 
@@ -305,8 +302,7 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
     try:
         array = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError, SyntaxError) as error:
-        what = "is not a numpy array that can be mapped"
-        raise CorruptFile(f"{file.path} {what}: {error}") from error
+        raise CorruptFile(f"{file.path} is not an array to map: {error}") from error
     kind = array.dtype.str
     if kind not in TYPES.values() or array.ndim != 1:
         holds = f"{array.dtype} of shape {array.shape}, not {', '.join(TYPES)} in one dimension"
@@ -315,12 +311,11 @@ def _inspect_npy(file: TokenFile) -> TokenFile:
 
 
 def _type_name(dtype: Any) -> str:
-    name = ""
     with suppress(TypeError):  # unknown to numpy
         name = "auto" if str(dtype) == "auto" else np.dtype(dtype).name
-    if name not in ("auto", *TYPES):
-        raise ConfigError(f"dtype={dtype!r}: needs 'auto' or one of {', '.join(TYPES)}")
-    return name
+        if name in ("auto", *TYPES):
+            return name
+    raise ConfigError(f"dtype={dtype!r}: needs 'auto' or one of {', '.join(TYPES)}")
 
 
 class SyntheticDataset(RowDataset):
@@ -349,9 +344,8 @@ class SyntheticDataset(RowDataset):
         keys = mix_array(mix(self.seed), self._checked(indices))
         x = mix_array(0, np.add.outer(keys, np.arange(self.seq_len + 1, dtype=np.uint64)))
         # The upper 32 bits, scaled to the vocabulary.
-        return ((x >> np.uint64(32)) * np.uint64(self.vocab_size) >> np.uint64(32)).astype(
-            self.dtype
-        )
+        scaled = (x >> np.uint64(32)) * np.uint64(self.vocab_size) >> np.uint64(32)
+        return scaled.astype(self.dtype)
 
     def spans(self, index: int) -> list[Span]:
         """Return the origin of a row: its number."""

@@ -29,7 +29,6 @@ import pyarrow as pa
 from penstock.config import write_atomically
 from penstock.errors import CorruptFile
 from penstock.options import RemoteOptions
-from penstock.order.shuffle import I64
 from penstock.read.arrow_utils import integers, lengths
 from penstock.read.listing import Entry
 from penstock.types import Address, Bad, ChunkRef, KiB, TokenChunk
@@ -43,6 +42,7 @@ VERSION = 2
 """Part of every key: entries of another version are never read."""
 SCHEMA = pa.schema([("docs", pa.large_binary()), ("rows", pa.int64())])
 """The ids of a document as bytes, and the document's row in its source."""
+EMPTY = pa.record_batch([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 HEAD_BYTES = 64 * KiB
 """First read of a header. A larger value makes a second request to a bucket rarer."""
@@ -96,14 +96,6 @@ class Header(NamedTuple):
     """Bytes of the whole entry."""
     chunk: dict[str, Any]
     """The fields of the `TokenChunk` other than its documents."""
-
-    @property
-    def documents(self) -> int:
-        return sum(block.documents for block in self.blocks)
-
-    @property
-    def id_bytes(self) -> int:
-        return sum(block.id_bytes for block in self.blocks)
 
 
 class TokenStore:
@@ -161,33 +153,25 @@ class TokenStore:
             data = self._place.read(name, 0, length)
         return _parse_header(self._path(name), data, length)
 
-    def read_blocks(
-        self, name: str, header: Header, first: int = 0, last: int | None = None
-    ) -> tuple[pa.LargeBinaryArray, I64]:
-        """Read the documents and rows of the blocks [first, last) in one read, and verify them."""
-        blocks = header.blocks[first:last]
+    def read_blocks(self, name: str, blocks: Sequence[Block]) -> pa.RecordBatch:
+        """Read the documents and rows of adjacent blocks in one read, and verify them."""
         if not blocks:
-            return pa.nulls(0, pa.large_binary()), np.empty(0, np.int64)
-        batches = list(self.read_batches(name, blocks))
-        # A single block is not copied.
-        whole = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        return whole.column(0), whole.column(1).to_numpy()
-
-    def read_batches(self, name: str, blocks: Sequence[Block]) -> Iterator[pa.RecordBatch]:
-        """Read adjacent blocks in one read, and verify them."""
-        start, end = blocks[0].offset, blocks[-1].offset + blocks[-1].length
-        data = self._place.read(name, start, end - start)
+            return EMPTY
+        start, batches = blocks[0].offset, []
+        data = self._place.read(name, start, blocks[-1].offset + blocks[-1].length - start)
         for block in blocks:
             body = data[block.offset - start :][: block.length]  # shorter, if the entry is
             if zlib.crc32(body) != block.crc32:
                 raise CorruptFile(f"{self._path(name)} is damaged: a block has another checksum")
-            yield pa.ipc.read_record_batch(body, SCHEMA)
+            batches.append(pa.ipc.read_record_batch(body, SCHEMA))
+        # A single block is not copied.
+        return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
     def get(self, key: Key, ref: ChunkRef) -> TokenChunk | None:
         """Return the verified chunk of a key, or None if there is none."""
         try:
             header = self.header(key.name)
-            docs, rows = self.read_blocks(key.name, header)
+            docs, rows = self.read_blocks(key.name, header.blocks).columns
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (CorruptFile, OSError) as error:
@@ -202,7 +186,7 @@ class TokenStore:
             with suppress(OSError):  # read-only, or removed meanwhile
                 os.utime(self._path(key.name))
         bad = [Bad(Address(*address), *why) for address, *why in header.chunk["bad"]]
-        return TokenChunk(ref, docs, rows, **(header.chunk | {"bad": bad}))
+        return TokenChunk(ref, docs, rows.to_numpy(), **(header.chunk | {"bad": bad}))
 
     def put(self, key: Key, chunk: TokenChunk) -> Header | None:
         """Write a chunk and return its header; None if the store is full or writing has stopped."""
@@ -230,7 +214,7 @@ class TokenStore:
                 header = self.header(entry.name)
                 if header.size != entry.size or header.key.name != entry.name:
                     raise CorruptFile(f"{self._path(entry.name)} has another size or name")
-                self.read_blocks(entry.name, header)
+                self.read_blocks(entry.name, header.blocks)
             except FileNotFoundError:
                 continue  # removed meanwhile
             except (CorruptFile, OSError) as error:

@@ -13,7 +13,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from penstock.encode.window import flatten
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
@@ -171,9 +170,8 @@ class BlockWork(Work):
     def _read(self, ref: BlockRef) -> TokenChunk:
         note = f"in stage fetch, reading {ref} from {self.store.place}/{ref.entry}"
         with noted(note), self.clock.stage("fetch", ref) as timeline:
-            batches = read_blocks(self.store, ref.entry, ref.blocks)
-            batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        timeline.count("fetch", len(batches), sum(block.length for block in ref.blocks))
+            batch = read_blocks(self.store, ref.entry, ref.blocks)
+        timeline.count("fetch", len(ref.blocks), sum(block.length for block in ref.blocks))
         docs, rows = batch.column(0), batch.column(1).to_numpy()
         empty = int(np.count_nonzero(np.diff(flatten(docs, np.dtype(np.uint8))[1]) == 0))
         if self._skip:

@@ -20,7 +20,7 @@ from penstock.feed.collectives import from_rank_0
 from penstock.feed.worker_pool import ThreadPool
 from penstock.options import RemoteOptions
 from penstock.read.http import Network
-from penstock.read.listing import MetadataCache, RemoteListing, Secret, explain_change
+from penstock.read.listing import MetadataCache, RemoteListing, Secret, each, fingerprint
 from penstock.read.remote_files import RemoteFiles
 from penstock.types import FileRef, Member
 
@@ -53,9 +53,23 @@ class RemoteConfig:
             return None
         return TokenStore(self.folder / "tokens", self.cache_bytes, best_effort=True)
 
-    def explain_change(self, fingerprint: str, files: Sequence[FileRef]) -> str | None:
-        """Return which file changed since an earlier listing, if that listing is still cached."""
-        return explain_change(MetadataCache(self.folder), fingerprint, files)
+    def remember(self, files: Files) -> None:
+        """Keep a listing by its fingerprint, for `explain_change`."""
+        rows = [[file.name, file.size, file.etag] for file in each(files)]
+        MetadataCache(self.folder).put("manifests", fingerprint(files), json.dumps(rows).encode())
+
+    def explain_change(self, old: str, files: Files) -> str | None:
+        """Describe the first difference from an earlier listing; None if it is not in the cache."""
+        data = MetadataCache(self.folder).get("manifests", old)
+        if data is None:
+            return None
+        before = {name: f"{size} bytes, ETag {etag}" for name, size, etag in json.loads(data)}
+        now = {file.name: f"{file.size} bytes, ETag {file.etag}" for file in each(files)}
+        for name in [*now, *before]:
+            was, is_now = before.get(name, "not there"), now.get(name, "gone")
+            if was != is_now:
+                return f"{name} changed: it was {was}, it is {is_now}"
+        return "the files come in another order"
 
 
 class RemoteSession:
@@ -99,7 +113,7 @@ def list_remote(
         if limits.share_listing:  # collectives belong on the trainer's thread
             tokenizer = load()
             files = list_on_rank_0(lambda: make_listing(listing))
-            listing.know(files, urls)
+            listing.know(urls)
         else:
             pending = pool.submit(make_listing, listing)
             tokenizer = load()
@@ -110,6 +124,7 @@ def list_remote(
         pool.stop()
         pool.join(CLOSE_S)
         session.network.close()
+    remote.remember(files)
     return files, tokenizer, replace(remote, secrets=dict(listing.secrets))
 
 

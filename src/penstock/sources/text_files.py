@@ -33,8 +33,8 @@ from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
 from penstock.prepare.manifest import require_settings
 from penstock.read import ReadSettings
-from penstock.read.parquet import BombError
-from penstock.read.reader import MAX_CHUNK_BYTES, Reader
+from penstock.read.parquet import MAX_CHUNK_BYTES
+from penstock.read.reader import Reader
 from penstock.read.storage import Bytes
 from penstock.read.token_store import Key, TokenStore
 from penstock.read.validation import Quarantine
@@ -58,7 +58,6 @@ LOOKED_UP = 1024
 """The number of files whose chunk lists are kept."""
 UNWRITTEN_BYTES = 64 * MiB
 """Limit on token chunks waiting to be written to the cache. Beyond it, chunks are not cached."""
-DAMAGE = (CorruptFile.reason, BombError.reason)
 
 
 @dataclass(eq=False)
@@ -169,7 +168,7 @@ class TextWork(Work):
             fetched = self.fetch(ref)
         try:
             documents = self._reader.read(ref, fetched)
-            if not any(bad.reason in DAMAGE for bad in documents.bad):
+            if not any(bad.reason == CorruptFile.reason for bad in documents.bad):
                 return documents
         except CorruptFile:  # raised again below if the damage persists
             pass

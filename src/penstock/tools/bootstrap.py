@@ -29,7 +29,7 @@ from penstock.feed.worker_pool import make_pool
 from penstock.loader import AsyncDataLoader
 from penstock.options import RemoteOptions
 from penstock.read.listing import each
-from penstock.read.reader import MAX_CHUNK_BYTES
+from penstock.read.parquet import MAX_CHUNK_BYTES
 from penstock.sources.base import Counted, RunContext
 from penstock.sources.chunk_lanes import ChunkLanes
 from penstock.sources.text_files import TextSource, TextWork
