@@ -372,7 +372,8 @@ def test_data_that_changed_is_refused_with_the_name_of_the_file(
     bootstrap("hf://datasets/org/name", out, 1500, refresh=True)
     repository.commit({"1.parquet": parquet(tmp_path / "changed.parquet", ["changed"])})
     with pytest.raises(
-        SourceError, match=r"1.parquet changed: it was \d+ bytes, ETag \w+, it is \d+ bytes, ETag \w+"
+        SourceError,
+        match=r"1.parquet changed: it was \d+ bytes, ETag \w+, it is \d+ bytes, ETag \w+",
     ) as told:
         bootstrap("hf://datasets/org/name", out, 2000, refresh=True)
     assert begun in str(told.value)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shutil
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from penstock import ConfigError
+from penstock import ConfigError, TextDataset
 from penstock.errors import RemoteError, SourceError
 from penstock.feed.worker_pool import ThreadPool
 from penstock.options import RemoteOptions
@@ -297,3 +301,118 @@ def test_addresses_that_cannot_be_read_are_refused_before_anything_is_asked(
     with pytest.raises(ConfigError, match=words):
         lister([files.url_of("dir/a.parquet"), "http://127.0.0.1/a.parquet", url])
     assert files.log == []
+
+
+# Folders on disk
+
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that another user can look into."""
+    made = Path(tempfile.mkdtemp(prefix="penstock-test-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def as_another() -> Iterator[None]:
+    """For root, who may read everything, somebody else."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(NOBODY)
+    yield
+    if root:
+        os.seteuid(0)
+
+
+def write_text(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("text")
+    return path
+
+
+def names(source: Path) -> list[str]:
+    return [file.name for file in list_files(str(source), whole=False)]
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    folder: Path, request: pytest.FixtureRequest
+) -> None:
+    for name in "abc":
+        write_text(folder / "data" / name / "x.txt")
+    assert names(folder / "data") == ["a/x.txt", "b/x.txt", "c/x.txt"]
+    (folder / "data" / "b").chmod(0)
+    request.getfixturevalue("as_another")
+    with pytest.raises(SourceError, match=r"data/b: its files cannot be listed: Permission denied"):
+        names(folder / "data")
+
+
+def test_folders_that_links_lead_to_are_read_as_a_glob_reads_them(tmp_path: Path) -> None:
+    write_text(tmp_path / "elsewhere" / "deep" / "z.txt")
+    write_text(tmp_path / "data" / "y.txt")
+    (tmp_path / "data" / "link").symlink_to("../elsewhere")
+    found = names(tmp_path / "data")
+    assert found == ["link/deep/z.txt", "y.txt"]
+    assert found == names(tmp_path / "data" / "**" / "*.txt")
+
+
+def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").symlink_to("gone.txt")
+    with pytest.raises(SourceError, match=r"x\.txt is a link to nothing"):
+        names(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["", ["", "x.txt"]])
+def test_an_empty_address_is_not_the_folder_we_are_in(
+    source: str | list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "x.txt")
+    with pytest.raises(ConfigError, match="urls must be a path"):
+        TextDataset(source, tokenizer="byte", seq_len=8)
+
+
+# The metadata cache
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_an_entry_that_was_cut_or_flipped_anywhere_is_ignored(tmp_path: Path) -> None:
+    cache = MetadataCache(tmp_path)
+    cache.put("things", "key", b"some\nbytes")
+    assert MetadataCache(tmp_path).get("things", "key") == b"some\nbytes"
+    assert cache.get("others", "key") is None
+    (path,) = files_in(tmp_path)
+    good = path.read_bytes()
+    flipped = [good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :] for i in range(len(good))]
+    for bad in [good[:n] for n in range(len(good))] + flipped + [good + b"x"]:
+        path.write_bytes(bad)
+        assert cache.get("things", "key") is None
+
+
+def test_a_disk_that_takes_nothing_costs_one_warning_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = MetadataCache(tmp_path / "file")
+    for i in range(3):
+        cache.put("things", str(i), b"made")
+        assert cache.get("things", str(i)) is None
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert str(tmp_path / "file") in warning
+
+
+def test_the_cache_is_bounded_and_loses_its_oldest_first(tmp_path: Path) -> None:
+    cache = MetadataCache(tmp_path, max_bytes=100_000)
+    for i in range(400):
+        cache.put("things", str(i), b"x" * 900)
+    left = [i for i in range(400) if cache.get("things", str(i)) is not None]
+    # It is looked at now and then only, so some more may have come since.
+    assert sum(path.stat().st_size for path in files_in(tmp_path)) < 300_000
+    assert left == list(range(400 - len(left), 400))
