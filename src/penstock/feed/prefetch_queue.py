@@ -46,8 +46,9 @@ class PrefetchQueue(Generic[T]):
         self._changed = threading.Condition(self._lock)
         self._items: deque[tuple[T, int]] = deque()
         self._used = 0
-        self.capacity = self._limit = self._low = 0
-        self.resize(capacity)
+        self.capacity = self._limit = capacity
+        self._low = capacity // 2
+        """A full queue is refilled once it is half empty, so that threads seldom wake up."""
         self._blocked = self._ended = self._stopped = False
         self._error: BaseException | None = None
         self.first_made: float | None = None
@@ -94,9 +95,7 @@ class PrefetchQueue(Generic[T]):
     def resize(self, capacity: int) -> None:
         with self._lock:
             self.capacity = self._limit = capacity
-            # A full queue is refilled once half of it, or of a block, is used, so that threads
-            # seldom wake up and the producer works while a block is consumed.
-            self._low = max(capacity, self._block) // 2
+            self._low = capacity // 2
             self._changed.notify_all()
 
     def stop(self) -> None:
