@@ -46,7 +46,7 @@ if task == "no such name":
 if task in ("back", "gone"):
     with FileServer({"a.parquet": content()[CHOSEN]}) as files:
         how = {"prefetch_size": 1, "n_workers": 1}
-        remote = replace(QUICK, fetches=1) if task == "back" else IMPATIENT
+        remote = replace(QUICK if task == "back" else IMPATIENT, fetches=1)
         outcome = run(files.url_of("a.parquet"), at={1: fall}, how=how, remote=remote)
 else:
     outcome = run(url, remote=IMPATIENT)
