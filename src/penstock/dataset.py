@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 
-VAL_FRACTION = 0.005
-"""The default share of documents in "val"."""
-
 
 def any_remote(urls: Any) -> bool:
     """Return True if any of the data is remote."""
@@ -96,7 +93,7 @@ class TextDataset:
             separator=separator,
             chunk_bytes=options.chunk_bytes,
             split=split or None,
-            val_fraction=float(fraction or VAL_FRACTION),
+            val_fraction=float(fraction or 0.005),
             on_bad_record=on_bad_record,
             skip=self._addresses(options.skip),
             transform=options.transform,

@@ -26,13 +26,10 @@ from penstock.order.shuffle import I64, mix
 from penstock.read.resumable_iterator import END, ResumableIterator, SharedPosition, name_of
 from penstock.sources.base import Producer, RunContext, Source, Work, noted
 from penstock.state import State
-from penstock.types import MiB, Span, StreamPosition, is_count
+from penstock.types import Span, StreamPosition, is_count
 
 Preprocess = Callable[..., Any] | None
 Collate = Callable[[list[Any]], Any] | None
-
-PROBE_BYTES = 256 * MiB
-"""Below this read-ahead limit, the size of the first batch is measured before others start."""
 
 
 @dataclass(slots=True)
@@ -174,9 +171,9 @@ class SampleProducer(Producer):
         """Keep every worker busy and one more batch waiting, within the read-ahead memory."""
         limit, size = self._run.read_ahead_bytes, self._batch_bytes
         while (ahead := len(self._ahead)) <= self._pool.n_workers:
-            full = (ahead + 2) * size > limit if size else limit < PROBE_BYTES
-            task = None if ahead and full else next(self._tasks, None)
-            if task is None:
+            if ahead and (ahead + 2) * size > limit:
+                return
+            if (task := next(self._tasks, None)) is None:
                 return
             self._ahead.append(task)
 

@@ -64,7 +64,6 @@ def _first_batch(choice: DataChoice, timeout_s: float, started: list[AsyncDataLo
     for name, s in first.get("reached", {}).items():
         lines.append(f"  {name.replace('_', ' '):<12} {s:8.3f}")
     spent = sorted(first.get("parts", {}).items(), key=lambda item: -item[1])
-    lines.append(
-        "spent        seconds in each stage: " + ", ".join(f"{part} {s:.3f}" for part, s in spent)
-    )
+    stages = ", ".join(f"{part} {s:.3f}" for part, s in spent)
+    lines.append(f"spent        seconds in each stage: {stages}")
     return "\n".join(lines)
