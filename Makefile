@@ -16,7 +16,7 @@ help:
 	@echo "make check        formatting, lint and types"
 	@echo "make format       format the code"
 	@echo "make bench        run the benchmarks (on an idle machine)"
-	@echo "make bench-peers  measure Penstock beside other loaders, each in an environment of its own (most of an hour)"
+	@echo "make bench-peers  measure Penstock beside other loaders, each in an environment of its own (20 to 60 minutes)"
 	@echo "make docs         build the documentation as HTML into artifacts/docs"
 	@echo "make clean        remove the environment and everything made"
 
