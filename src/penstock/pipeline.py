@@ -43,7 +43,7 @@ def keep_freed_memory() -> None:
 
     By default glibc returns all but a few hundred KB to the system, and getting it back costs as
     much as filling a batch. After a large block is freed, up to 32 MiB, glibc keeps twice its
-    size. The block need not be touched.
+    size for each thread. The block need not be touched.
     """
     np.empty(31 * MiB, np.uint8)
 
