@@ -76,6 +76,16 @@ def test_a_value_that_does_not_fit_is_named_with_what_would(
     assert says in str(caught.value)
 
 
+def test_an_unknown_argument_is_answered_with_the_nearest_one(corpus: Path) -> None:
+    given: dict[str, Any] = {"tokenizer": "byte", "seq_len": 8}
+    with pytest.raises(ConfigError, match=r"shuffle_chunk=…: unknown; did you mean shuffle_chunks"):
+        TextDataset(str(corpus), shuffle_chunk=2, **given)
+    with pytest.raises(ConfigError, match=r"batchsize=…: unknown; did you mean batch_size\?"):
+        AsyncDataLoader(TextDataset(str(corpus), **given), batchsize=2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"quarantine=…: unknown; known are"):
+        TextDataset.from_iterable(["a"], quarantine=1, **given)
+
+
 def test_values_are_normalised() -> None:
     made = loader(batch_size=np.int64(4), cpus=[2, 0, 2], warmup_timeout=3, shard=Shard(2, 1))
     assert (type(made.batch_size), made.cpus) == (int, (2, 0, 2))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config import cache_dir
 from penstock.errors import ConfigError
-from penstock.options import RemoteOptions, TextOptions, accepts, from_habit
+from penstock.options import RemoteOptions, TextOptions, accepts, from_habit, options_of
 from penstock.read import ReadSettings
 from penstock.read.listing import fingerprint, is_remote, list_files
 from penstock.types import Address
@@ -45,7 +45,7 @@ class TextDataset:
         urls: a file, a folder, a glob, or a list of these: on disk, on the Hub (hf://datasets/…), in a
             bucket (s3://, gs://, az://) or on a web server (https://, files only).
         """
-        self.options = options = TextOptions(**from_habit(kwargs))
+        self.options = options = TextOptions(**from_habit(kwargs, options_of(TextOptions)))
         self.remote = remote = RemoteOptions.of(options.remote)
         self.seq_len = options.seq_len
         separator = options.separator
@@ -84,8 +84,6 @@ class TextDataset:
 
             config = self.remote_config or RemoteConfig(limits=remote, folder=cache_dir())
             self.remote_config = replace(config, cache_bytes=remote.cache_bytes)
-        on_bad_record: Any
-        split: Any
         on_bad_record, _, self.quarantine = options.on_bad_record.partition(":")
         split, _, fraction = (options.split or "").partition(":")
         self.read = ReadSettings(

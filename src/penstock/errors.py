@@ -16,6 +16,9 @@ An exception of user code or of a library keeps its type; a note names stage, fi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class PenstockError(Exception):
     """Base class of all exceptions of Penstock."""
@@ -65,3 +68,11 @@ class LoaderTimeout(PenstockError, TimeoutError):
 
 class LoaderClosed(PenstockError):
     """The loader was shut down during the call."""
+
+
+def unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for an unknown name, with the nearest known one."""
+    known = sorted(known)
+    near = get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return ConfigError(f"{where}: unknown; {hint}")

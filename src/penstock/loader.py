@@ -21,7 +21,7 @@ from penstock.encode.batch import Batch, BatchOrigin
 from penstock.errors import ConfigError, StateError
 from penstock.feed.collectives import RankAgreement
 from penstock.feed.warmup import Warmup, check_warmup
-from penstock.options import LoaderOptions, accepts, from_habit
+from penstock.options import LoaderOptions, accepts, from_habit, options_of
 from penstock.order.mixture_weights import next_pass
 from penstock.pipeline import Pipeline
 from penstock.settings import build, resolve_options
@@ -56,7 +56,7 @@ class AsyncDataLoader:
         dataset: a TextDataset, PreparedDataset, TokenFileDataset, SyntheticDataset or Mixture; a
             map-style dataset; or an iterable of samples.
         """
-        self._given = given = LoaderOptions(*args, **from_habit(kwargs))
+        self._given = given = LoaderOptions(*args, **from_habit(kwargs, options_of(LoaderOptions)))
         self._dataset = dataset
         self._source: Source = as_source(dataset, given.preprocess, given.collate)
         self._options = resolve_options(given, self._source)

@@ -21,7 +21,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, unknown
 from penstock.types import AUTO, Address, Format, GiB, KiB, MiB, Packing, Shard
 
 T = TypeVar("T")
@@ -258,8 +258,8 @@ INSTEAD = {
 """Names of other libraries without an equivalent, and what to use instead."""
 
 
-def from_habit(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments under our names. Raise for a name in `INSTEAD`."""
+def from_habit(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Return arguments under our names. Raise for a name in `INSTEAD`, and for an unknown one."""
     for name in given:
         if name in INSTEAD:
             raise ConfigError(f"{name}=…: use {INSTEAD[name]}.")
@@ -268,6 +268,8 @@ def from_habit(given: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {SAME.get(name, name): value for name, value in given.items()}
     if isinstance(split := renamed.get("split"), str):
         renamed["split"] = split.replace("validation", "val")
+    for name in renamed.keys() - known:
+        raise unknown(f"{name}=…", name, known)
     return renamed
 
 

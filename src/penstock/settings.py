@@ -16,7 +16,7 @@ import operator
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import penstock
 from penstock import config
-from penstock.errors import ConfigError, missing_extra
+from penstock.errors import ConfigError, missing_extra, unknown
 from penstock.feed.affinity import resolve
 from penstock.options import LoaderOptions, Option, RemoteOptions, option, options, options_of
 
@@ -185,14 +185,6 @@ def build(path: Any, dataset: Any, overrides: Mapping[str, Any]) -> tuple[Any, d
 
 
 # Names and values
-
-
-def unknown(where: str, key: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name, with the nearest known one."""
-    known = sorted(known)
-    near = get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-    return ConfigError(f"{where}: unknown; {hint}")
 
 
 def read_source(

@@ -21,7 +21,6 @@ Format = Literal["parquet", "jsonl", "text"]
 Codec = Literal["", "gz", "zst", "bz2", "xz", "iterable"]
 """How a file is compressed; "iterable" marks an iterable instead of a file."""
 Packing = Literal["concat", "best_fit", "bos"]
-OnBadRecord = Literal["raise", "skip", "quarantine"]
 
 KiB = 1 << 10
 MiB = 1 << 20

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from penstock.types import Address, MiB, OnBadRecord
+from penstock.types import Address, MiB
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -23,10 +23,12 @@ class ReadSettings:
     text_field: str = "text"
     separator: bytes | None = None
     chunk_bytes: int = 4 * MiB
-    split: Literal["train", "val"] | None = None
+    split: str | None = None
+    """"train" or "val"."""
     val_fraction: float = 0.0
     split_seed: int = 0
-    on_bad_record: OnBadRecord = "raise"
+    on_bad_record: str = "raise"
+    """"raise", "skip" or "quarantine"."""
     max_doc_bytes: int = 256 * MiB
     max_ratio: float = 1000.0
     skip: frozenset[Address] = field(default_factory=frozenset)

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.encode.window import flatten
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
-from penstock.options import accepts, from_habit, option, options
+from penstock.options import accepts, from_habit, option, options, options_of
 from penstock.order.permute import permute
 from penstock.order.plan import Plan
 from penstock.order.shuffle import I64, mix
@@ -69,7 +69,7 @@ class PreparedDataset:
 
         path: the folder or bucket (s3://, gs://, az://) that `penstock prepare` wrote.
         """
-        self.options = PreparedOptions(**from_habit(kwargs))
+        self.options = PreparedOptions(**from_habit(kwargs, options_of(PreparedOptions)))
         self.seq_len = self.options.seq_len
         self.store = TokenStore(path)
         self.manifest: Manifest = read_manifest(self.store)

@@ -17,7 +17,7 @@ from penstock.encode.collate import plain
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, SourceError, StateError
 from penstock.feed.worker_pool import Pool, Task
-from penstock.options import TextOptions
+from penstock.options import TextOptions, from_habit
 from penstock.order.plan import Plan
 from penstock.read.resumable_iterator import END, ResumableIterator, SharedPosition, name_of
 from penstock.sources.base import RunContext, Work, noted
@@ -49,8 +49,7 @@ class TextIterable:
             raise ConfigError(
                 f"source={source!r}: must be an iterable of documents, or a function that returns one"
             )
-        if unknown := sorted(more.keys() - OPTIONS):
-            raise TypeError(f"from_iterable() has no argument {unknown[0]!r}")
+        more = from_habit(more, OPTIONS)
         self.options = TextOptions(tokenizer=tokenizer, seq_len=seq_len, **more)
         self.source, self.shared = source, SharedPosition(source)
         self.name = name or name_of(source)
