@@ -23,7 +23,7 @@ class PrepareOptions:
     on_bad_record: raise, skip or quarantine:FILE. Defaults to raise.
     engine: Where to run: on this machine or on a Ray cluster.
     ray_address: A Ray cluster. Defaults to RAY_ADDRESS, or this machine.
-    workers: Cores to use. Defaults to all.
+    workers: Cores to use. Defaults to all that this process may use.
     slice: Part I of N to make, from 0 on, such as 0/16, for job arrays.
     json: Print JSON.
     """

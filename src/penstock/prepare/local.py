@@ -20,7 +20,7 @@ import numpy as np
 from rich.filesize import decimal as size
 
 from penstock import __version__
-from penstock.config import default_workers, whole_number
+from penstock.config import available_cores, whole_number
 from penstock.dataset import TextDataset, any_remote
 from penstock.encode.window import flatten
 from penstock.errors import ConfigError, SourceError
@@ -145,7 +145,7 @@ def prepare(
     dataset = TextDataset(_absolute(source), tokenizer=tokenizer, seq_len=1, cache=False, **text)
     dtype = dataset.tokenizer.dtype
     store = TokenStore(_absolute(out), block_bytes=BLOCK_TOKENS * dtype.itemsize)
-    n_workers = default_workers() if workers is None else whole_number("workers", workers, 1)
+    n_workers = available_cores() if workers is None else whole_number("workers", workers, 1)
     with _opened(dataset, n_workers) as (work, io):
         plan = _plan(dataset, work)
         agree_on_plan(store, plan)
@@ -329,7 +329,7 @@ def run_local(
     work: TextWork, io: ThreadPool, store: TokenStore, refs: Sequence[ChunkRef], workers: int | None
 ) -> Iterator[Made]:
     """Make entries with worker threads on this machine."""
-    n_workers = workers or default_workers()
+    n_workers = workers or available_cores()
     pool = ThreadPool(n_workers, work)
     try:
         yield from make_entries(work, io, store, refs, pool, 2 * n_workers + work.fetches)

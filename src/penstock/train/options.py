@@ -34,7 +34,7 @@ class TrainOptions:
     """Options of `penstock train`.
 
     dataset: fineweb_edu, fineweb_edu_local (with --local-path), stdlib, synthetic, or an address:
-        hf://…, s3://…, https://…, a file, a folder or a glob. Defaults to [data] of the --config
+        hf://…, s3://…, https://…, a file, a folder or a glob. Defaults to the data table of the --config
         file.
     local_path: File for fineweb_edu_local.
     tokenizer: byte, a tokenizer.json, a .tiktoken file, a Hub name such as gpt2, or stdlib: one
@@ -61,7 +61,7 @@ class TrainOptions:
     lr_floor: Final learning rate, as a share of the maximum.
     weight_decay: Weight decay of the matrices.
     clip: Maximum gradient norm; 0 disables clipping.
-    seed: Seed of weights, dropout and the order of the data. In a file: seed in [loader].
+    seed: Seed of weights, dropout and the order of the data. In a file: seed of the loader table.
     eval_every: Steps between evaluations on documents excluded from training; 0 disables them.
     eval_batches: Batches per evaluation, over all ranks. They stay in memory.
     val_fraction: Share of the documents reserved for evaluation.
