@@ -204,6 +204,24 @@ def test_a_distributed_checkpoint_of_two_ranks_loads_on_one(
     assert sorted(rows) == sorted(row for result in results for row in result["own"][3])
 
 
+def run_recipe(world: int, folder: Path) -> None:
+    """Run ddp.py, again if Gloo aborted at the exit of a process.
+
+    With PyTorch 2.13 on the CPU, that happens in about one of 15 launches of two ranks, also of the
+    same script without Penstock.
+    """
+    checkpoint = folder / "checkpoint.pt"
+    before = checkpoint.read_bytes() if checkpoint.exists() else None
+    for _ in range(4):
+        done = torchrun(world, folder, "ddp.py")
+        if "terminate called without an active exception" not in done.stderr:
+            break
+        checkpoint.unlink(missing_ok=True)
+        if before is not None:
+            checkpoint.write_bytes(before)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_the_ddp_recipe_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     (script,) = (b for b in blocks(ROOT / "docs/integrations.md", "python") if b.mark == TORCHRUN)
     weights = []
@@ -212,8 +230,7 @@ def test_the_ddp_recipe_resumes_on_another_number_of_ranks(tmp_path: Path) -> No
         folder.mkdir()
         (folder / "ddp.py").write_text(script.text)
         for world in worlds:
-            done = torchrun(world, folder, "ddp.py")
-            assert done.returncode == 0, done.stderr[-3000:]
+            run_recipe(world, folder)
         saved = torch.load(folder / "checkpoint.pt")
         assert saved["data"]["batch"] == 10
         weights.append(torch.cat([each.flatten() for each in saved["model"].values()]))
