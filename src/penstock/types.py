@@ -223,10 +223,17 @@ class TokenChunk:
     source: Any = None
     cached: bool = False
     """True if it was read from the token cache or a store."""
+    merged: Sequence[tuple[ChunkRef, int]] = ()
+    """If it was merged from several chunks: the address and the number of documents of each."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = int(self.docs.nbytes) + self.rows.nbytes
+
+    @property
+    def parts(self) -> Sequence[tuple[ChunkRef, int]]:
+        """The addresses of its documents, and the number of documents at each."""
+        return self.merged or [(self.ref, len(self.docs))]
 
     @classmethod
     def of(

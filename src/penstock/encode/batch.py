@@ -143,7 +143,9 @@ class Batch(Mapping[str, Any]):
         self.is_torch = True
         if self._ids and self.positions is None and type(self.targets) is np.ndarray:
             # The usual case, several times faster.
-            self.inputs, self.targets = _as_tensor(self.inputs), _as_tensor(self.targets)
+            import torch
+
+            self.inputs, self.targets = map(torch.from_numpy, (self.inputs, self.targets))
         else:
             self.change(_as_tensor)
 

@@ -91,6 +91,7 @@ class Window:
         dtype: np.dtype[Any],
     ) -> None:
         """`order`: the shuffled order of the documents; None if they keep their order."""
+        parts = [part for chunk in chunks for part in chunk.parts]
         flat = [flatten(chunk.docs, dtype) for chunk in chunks]
         self._flat = [ids for ids, _ in flat]
         lengths = np.concatenate([np.diff(offsets) for _, offsets in flat])
@@ -100,8 +101,8 @@ class Window:
             self._begins = np.concatenate([offsets[:-1] for _, offsets in flat])[order]
         self.map = WindowMap(
             start=start,
-            refs=tuple(chunk.ref for chunk in chunks),
-            firsts=np.cumsum([0, *(len(chunk.docs) for chunk in chunks)]),
+            refs=tuple(ref for ref, _ in parts),
+            firsts=np.cumsum([0, *(documents for _, documents in parts)]),
             rows=np.concatenate([chunk.rows for chunk in chunks]),
             order=order,
             ends=np.cumsum(lengths if order is None else lengths[order]),

@@ -53,16 +53,14 @@ class ChunkReader(Counted, Protocol):
     """The pool for fetches, if any."""
     fetches: int = 0
     """Requests to keep in flight."""
-    chunks_per_task: int = 1
 
     def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
         """Start listing the chunks of each file. A result also has the reasons for skipping the
         file. Return nothing for sequential files."""
         return []
 
-    def submit(self, refs: list[ChunkRef], position: LanePosition) -> Task[Any]:
-        """Start making the next `chunks_per_task` chunks of a lane, or fewer at its end. The result
-        is a chunk or a list of chunks."""
+    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
+        """Start making the next chunk of a lane."""
 
     def reopen(self, lane: int, epoch: int) -> None:
         """Start an epoch in one lane."""
@@ -122,16 +120,9 @@ class Ahead:
 
     position: LanePosition
     ref: ChunkRef
-    task: Task[Any]
-    part: int
-    """The index of the chunk in the task's result, if that is a list."""
+    task: Task[TokenChunk]
     nbytes: int
     """The size of the chunk, or an estimate of its memory until it is ready."""
-
-    def result(self) -> TokenChunk:
-        made = self.task.result()
-        chunk: TokenChunk = made[self.part] if isinstance(made, list) else made
-        return chunk
 
 
 class ChunkLane:
@@ -165,7 +156,7 @@ class ChunkLane:
         """Return the memory of the chunks in progress, estimated where unknown."""
         while self._known < len(self.ahead) and self.ahead[self._known].task.ready():
             ahead = self.ahead[self._known]
-            estimated, ahead.nbytes = ahead.nbytes, ahead.result().nbytes
+            estimated, ahead.nbytes = ahead.nbytes, ahead.task.result().nbytes
             self._ahead_bytes += ahead.nbytes - estimated
             self._known += 1
         return self._ahead_bytes
@@ -180,7 +171,7 @@ class ChunkLane:
         return window_chunks(epoch, self._window, full, self._source.window_growth)
 
     def submit(self, wait: bool = True) -> int:
-        """Submit the next chunk, or several as one task. Return an estimate of their memory.
+        """Submit the next chunk. Return an estimate of its memory.
 
         Return 0 at the end of a finite stream, and with wait=False if a footer must be read first.
         """
@@ -194,22 +185,19 @@ class ChunkLane:
                 continue
             if self._refs is None and not self._open_group(self._groups, wait):
                 return 0
-            refs = self._next_refs(self._groups[self._group])
-            if not refs:
+            ref = self._next_ref(self._groups[self._group])
+            if ref is None:
                 self._next_group()
                 continue
             position = LanePosition(self._epoch, self._group, self._chunk)
             # Submitted before the position changes: after a failure, this chunk is still the next
             # one, and raises again when it is needed.
-            task = self._reader.submit(refs, position)
-            before, self._chunk_epoch = self._ahead_bytes, self._epoch
-            for part, ref in enumerate(refs):
-                nbytes = max(1, self._source.expansion * ref.nbytes)
-                position = position._replace(chunk=self._chunk)
-                self.ahead.append(Ahead(position, ref, task, part, nbytes))
-                self._chunk += 1
-                self._ahead_bytes += nbytes
-            return self._ahead_bytes - before
+            task = self._reader.submit(ref, position)
+            nbytes = max(1, self._source.expansion * ref.nbytes)
+            self.ahead.append(Ahead(position, ref, task, nbytes))
+            self._chunk, self._chunk_epoch = self._chunk + 1, self._epoch
+            self._ahead_bytes += nbytes
+            return nbytes
         return 0
 
     def _next_group(self) -> None:
@@ -229,12 +217,11 @@ class ChunkLane:
             self._reader.look_up(upcoming)
         return ready
 
-    def _next_refs(self, group: tuple[int, ...]) -> list[ChunkRef]:
+    def _next_ref(self, group: tuple[int, ...]) -> ChunkRef | None:
         if self._refs is not None:
-            return self._refs[self._chunk : self._chunk + self._reader.chunks_per_task]
+            return self._refs[self._chunk] if self._chunk < len(self._refs) else None
         nbytes = self._source.dataset.options.chunk_bytes
-        ref = self._plan.next_chunk(self.number, self._epoch, group[0], self._chunk, nbytes)
-        return [] if ref is None else [ref]
+        return self._plan.next_chunk(self.number, self._epoch, group[0], self._chunk, nbytes)
 
     # Windows
 
@@ -253,7 +240,7 @@ class ChunkLane:
             start = start._replace(window=number, source=chunks[0].source)
             order = None
             if self._plan.shuffle:
-                documents = np.array([len(chunk.docs) for chunk in chunks])
+                documents = np.array([n for chunk in chunks for _, n in chunk.parts])
                 order = spread(documents, self._plan.seed, _DOCUMENTS, self.number, *start[:4])
             window = Window(start, chunks, order, self._source.dtype)
             if window.map.tokens:
@@ -267,7 +254,7 @@ class ChunkLane:
         ahead = self._first()
         if ahead is None:
             return None
-        chunk = ahead.result()  # if this raises, the chunk is still the next one
+        chunk = ahead.task.result()  # if this raises, the chunk is still the next one
         self._ahead_bytes -= self.ahead.popleft().nbytes
         self._known = max(0, self._known - 1)
         if chunk.last and ahead.ref.file.sequential:
@@ -382,7 +369,7 @@ class ChunkLanes(Lanes):
             return 0
         # Twice the number processed at once, so that others continue while one is late.
         at_once = self._pool.n_workers + self.reader.fetches
-        return max(self.min_read_ahead, 2 * at_once * self.reader.chunks_per_task)
+        return max(self.min_read_ahead, 2 * at_once)
 
     # On the producer thread
 

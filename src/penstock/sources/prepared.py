@@ -1,26 +1,28 @@
 """PreparedDataset: a corpus that `penstock prepare` has tokenized, with a global shuffle.
 
-A block of about 65,536 tokens is a chunk: blocks of the whole corpus are ordered by one permutation
-and assigned to lanes round-robin. Needs neither source nor tokenizer. Blocks on disk are read by
-workers; blocks in a bucket are fetched by the I/O pool, one range each.
+Blocks of about 65,536 tokens of the whole corpus are ordered by one permutation and assigned to
+lanes round-robin. A chunk is a few blocks that follow each other in a lane. Needs neither source
+nor tokenizer. Chunks on disk are read by workers; those in a bucket by the I/O pool.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from penstock.encode.window import flatten
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.options import accepts, from_habit, option, options, options_of
 from penstock.order.permute import permute
 from penstock.order.plan import Plan
 from penstock.order.shuffle import I64, mix
 from penstock.prepare.manifest import Manifest, read_blocks, read_manifest
+from penstock.read.arrow_utils import lengths
 from penstock.read.token_store import Block, TokenStore
 from penstock.read.validation import blank
 from penstock.sources.base import RunContext, Work, noted
@@ -32,9 +34,9 @@ from penstock.watch.stage_timer import Clock
 GROUP_BLOCKS = 512
 """Blocks of a lane whose order is computed at once."""
 GROWTH = 8
-"""Windows of the first epoch have 1, 8, 64 and then 512 blocks: blocks are read faster than consumed."""
-BLOCKS_PER_TASK = 8
-"""Handing a task to a worker takes longer than reading a block from disk."""
+"""Windows of the first epoch have 1, 8 and then 64 chunks: they are read faster than consumed."""
+CHUNK_BLOCKS = 8
+"""Blocks in a chunk, except the first one. Handling a chunk takes longer than reading a block."""
 FETCHES = 16
 """Requests in flight to a bucket."""
 _BLOCKS = 6  # a permutation of blocks shares no key with those of text
@@ -91,11 +93,18 @@ class PreparedDataset:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRef(ChunkRef):
+class BlocksRef(ChunkRef):
     """The address of adjacent blocks: their chunk of the source, and where their tokens are."""
 
     entry: str = ""
     blocks: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MergedRef(ChunkRef):
+    """The address of a chunk: blocks from anywhere in the corpus."""
+
+    runs: tuple[BlocksRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +112,7 @@ class BlockPlan(Plan):
     """Assigns the blocks of an epoch to lanes round-robin, in order or in one global permutation."""
 
     manifest: Manifest
+    chunk_blocks: int
 
     def numbers(self, lane: int, epoch: int, first: int = 0, last: int | None = None) -> I64:
         """Return the corpus-wide numbers of the lane's blocks [first, last)."""
@@ -116,33 +126,30 @@ class BlockPlan(Plan):
         return [(number,) for number in range(-(-blocks // GROUP_BLOCKS))]
 
     def chunks(self, lane: int, epoch: int, number: int, *_: Any) -> list[ChunkRef]:
-        manifest, first = self.manifest, number * GROUP_BLOCKS
-        numbers = self.numbers(lane, epoch, first, first + GROUP_BLOCKS)
+        manifest, begin = self.manifest, number * GROUP_BLOCKS
+        numbers = self.numbers(lane, epoch, begin, begin + GROUP_BLOCKS)
         entries, names, blocks = manifest.locate(numbers)
-        # In order, up to BLOCKS_PER_TASK blocks of an entry are one chunk.
-        new = np.diff(entries, prepend=-1) != 0
-        step = BLOCKS_PER_TASK if self.adjacent else 1
-        new[::step] = True
-        refs: list[ChunkRef] = []
-        begins = np.flatnonzero(new)
-        for begin, end in zip(begins, [*begins[1:], len(new)], strict=True):
+        # A new chunk begins every few blocks, and after the first block, so that the first batch
+        # waits for one block only. A new run begins where blocks are not adjacent.
+        new_chunk = np.arange(len(numbers)) % self.chunk_blocks == 0
+        new_chunk[1:2] = number == 0
+        new_run = (
+            new_chunk | (np.diff(entries, prepend=-1) != 0) | (np.diff(numbers, prepend=-1) != 1)
+        )
+        chunks: list[list[BlocksRef]] = []
+        begins = np.flatnonzero(new_run).tolist()
+        for begin, end in itertools.pairwise([*begins, len(numbers)]):
             entry, own = entries[begin], tuple(blocks[begin:end])
-            refs.append(
-                BlockRef(
-                    manifest.files[manifest.file_numbers[entry]],
-                    int(manifest.chunks[entry]),
-                    sum(block.id_bytes for block in own),
-                    lane=lane,
-                    entry=names[begin],
-                    blocks=own,
-                )
-            )
+            file, index = manifest.files[manifest.file_numbers[entry]], int(manifest.chunks[entry])
+            nbytes = sum(block.id_bytes for block in own)
+            if new_chunk[begin]:
+                chunks.append([])
+            chunks[-1].append(BlocksRef(file, index, nbytes, entry=names[begin], blocks=own))
+        refs: list[ChunkRef] = []
+        for runs in chunks:
+            first, nbytes = runs[0], sum(run.nbytes for run in runs)
+            refs.append(MergedRef(first.file, first.index, nbytes, lane=lane, runs=tuple(runs)))
         return refs
-
-    @property
-    def adjacent(self) -> bool:
-        """True if a lane's blocks follow each other in the corpus."""
-        return self.lanes == 1 and not self.shuffle
 
     def lane_tokens(self, lane: int, epoch: int, itemsize: int) -> int:
         """Return the tokens of a lane in an epoch."""
@@ -155,7 +162,7 @@ class BlockPlan(Plan):
 
 
 class BlockWork(Work):
-    """What workers do: read and check a block."""
+    """What workers do: read and check a chunk."""
 
     def __init__(self, store: TokenStore, skip: frozenset[Address], clock: Clock) -> None:
         self.store, self.clock = store, clock
@@ -163,23 +170,26 @@ class BlockWork(Work):
         for file, group, row in skip:
             self._skip.setdefault((file, group), []).append(row)
 
-    def read(self, refs: Sequence[BlockRef]) -> list[TokenChunk]:
-        """Read chunks, each in one piece."""
-        return list(map(self._read, refs))
-
-    def _read(self, ref: BlockRef) -> TokenChunk:
-        note = f"in stage fetch, reading {ref} from {self.store.place}/{ref.entry}"
-        with noted(note), self.clock.stage("fetch", ref) as timeline:
-            batch = read_blocks(self.store, ref.entry, ref.blocks)
-        timeline.count("fetch", len(ref.blocks), sum(block.length for block in ref.blocks))
-        docs, rows = batch.column(0), batch.column(1).to_numpy()
-        empty = int(np.count_nonzero(np.diff(flatten(docs, np.dtype(np.uint8))[1]) == 0))
+    def read(self, ref: MergedRef) -> TokenChunk:
+        batches = list(map(self._read, ref.runs))
+        merged = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        docs, rows = merged.column(0), merged.column(1).to_numpy()
+        parts = list(zip(ref.runs, map(len, batches), strict=True))
+        empty = int(np.count_nonzero(lengths(docs) == 0))
         if self._skip:
-            docs = blank(docs, np.flatnonzero(self._skipped(ref, rows)))
-        return TokenChunk(ref, docs, rows, False, [], empty, 0, cached=True)
+            skipped = list(map(self._skipped, ref.runs, batches))
+            docs = blank(docs, np.flatnonzero(np.concatenate(skipped)))
+        return TokenChunk(ref, docs, rows, False, [], empty, 0, cached=True, merged=parts)
 
-    def _skipped(self, ref: ChunkRef, rows: I64) -> Any:
-        file = ref.file
+    def _read(self, run: BlocksRef) -> pa.RecordBatch:
+        note = f"in stage fetch, reading {run} from {self.store.place}/{run.entry}"
+        with noted(note), self.clock.stage("fetch", run) as timeline:
+            batch = read_blocks(self.store, run.entry, run.blocks)
+        timeline.count("fetch", len(run.blocks), sum(block.length for block in run.blocks))
+        return batch
+
+    def _skipped(self, ref: ChunkRef, batch: pa.RecordBatch) -> Any:
+        file, rows = ref.file, batch.column(1).to_numpy()
         if file.members:
             return [(file.members[row].name, None) in self._skip for row in rows.tolist()]
         group = ref.index if file.format == "parquet" else None
@@ -187,17 +197,11 @@ class BlockWork(Work):
 
 
 class BlockChunks(ChunkReader):
-    """The blocks of a corpus, for the lanes of one rank."""
+    """The chunks of a corpus, for the lanes of one rank."""
 
-    chunks_per_task = BLOCKS_PER_TASK
-
-    def __init__(
-        self, dataset: PreparedDataset, run: RunContext, pool: Pool, work: Work, plan: BlockPlan
-    ) -> None:
+    def __init__(self, dataset: PreparedDataset, run: RunContext, pool: Pool, work: Work) -> None:
         manifest = dataset.manifest
         self._pool = pool
-        if plan.adjacent:
-            self.chunks_per_task = 1
         self._source_chunks = SourceChunks(
             manifest.documents_of_entries(),
             manifest.about["settings"]["chunk_bytes"][0],
@@ -205,10 +209,10 @@ class BlockChunks(ChunkReader):
         )
         if "://" in dataset.store.place and pool.n_workers:
             self.io = ThreadPool(FETCHES, work, name="fetch", clock=run.clock)
-            self.fetches, self.chunks_per_task = FETCHES, 1
+            self.fetches = FETCHES
 
-    def submit(self, refs: list[ChunkRef], position: LanePosition) -> Task[list[TokenChunk]]:
-        return (self.io or self._pool).submit("read", refs)
+    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
+        return (self.io or self._pool).submit("read", ref)
 
     def gauges(self) -> dict[str, Any]:
         return {"fetches": self.fetches, "cached": True, "source_chunks": self._source_chunks}
@@ -218,12 +222,13 @@ class PreparedSource(ChunkSource):
     """A `PreparedDataset` as the loader sees it."""
 
     settings = ("seq_len", "packing", "shuffle_blocks")
-    ordered_chunks = 8  # blocks are small
     window_growth = GROWTH
     expansion = 1
 
     def __init__(self, dataset: PreparedDataset) -> None:
-        super().__init__(dataset, dataset.options.shuffle_blocks)
+        wanted = dataset.options.shuffle_blocks
+        self._chunk_blocks = min(CHUNK_BLOCKS, wanted)
+        super().__init__(dataset, -(-wanted // self._chunk_blocks))
         self.dtype, self.skip = dataset.dtype, dataset.skip
         self.pad_id = dataset.manifest.about["tokenizer"]["pad_id"]
 
@@ -259,11 +264,12 @@ class PreparedSource(ChunkSource):
 
     def open_lanes(self, run: RunContext, pool: Pool, work: BlockWork) -> ChunkLanes:
         plan = self._plan(run)
-        reader = BlockChunks(self.dataset, run, pool, work, plan)
+        reader = BlockChunks(self.dataset, run, pool, work)
         return ChunkLanes(self, plan, reader, run, pool)
 
     def _plan(self, run: RunContext) -> BlockPlan:
         lanes, manifest = run.lanes, self.dataset.manifest
         return BlockPlan(
-            files=(), lanes=lanes, shuffle=run.shuffle, seed=run.seed, manifest=manifest
-        )
+            files=(), lanes=lanes, shuffle=run.shuffle, seed=run.seed, manifest=manifest,
+            chunk_blocks=self._chunk_blocks,
+        )  # fmt: skip

@@ -308,8 +308,7 @@ class FileChunks(ChunkReader):
                 self._looked_up[index] = pool.submit("inspect", file, urgent=True)
         return [self._looked_up[index] for index in files if index in self._looked_up]
 
-    def submit(self, refs: list[ChunkRef], position: LanePosition) -> Task[TokenChunk]:
-        [ref] = refs
+    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         earlier = self._ahead.get(ref)
         if earlier is not None and not earlier.cancelled():
             return earlier

@@ -212,8 +212,7 @@ class IterableChunks(ChunkReader):
         own = {lane: run.positions[lane] for lane in run.own_lanes}
         self._readers = dict.fromkeys(own, DocumentReader(data, run, own))
 
-    def submit(self, refs: list[ChunkRef], position: LanePosition) -> Task[TokenChunk]:
-        [ref] = refs
+    def submit(self, ref: ChunkRef, position: LanePosition) -> Task[TokenChunk]:
         reader = self._readers[ref.lane]
 
         def read(_previous: Any = None) -> Documents:
