@@ -6,9 +6,9 @@ folder and runs with the same interpreter, with its src/ first on PYTHONPATH. Th
 the API that both revisions have. Ratios are new over old, round by round. A wait that releases the
 GIL simulates the accelerator's step.
 
-First batches are measured from just before `import penstock`, as if torch was not installed. The
-loopback Hub of this revision serves both. A resume is measured in a warm process, next to a fresh
-loader there. Rows without an old value are references, measured only on the new revision.
+First batches, also those of a resume, are measured from just before `import penstock`, as if torch
+was not installed. The loopback Hub of this revision serves both. Rows without an old value are
+measured only on the new revision.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,12 @@ class Sizes:
     """The amounts of data that a worker reads."""
 
     warm_batches: int = 1500
-    batches: int = 8000
+    seconds: float = 3.0
     steps: int = 200
-    resumes: int = 5
     file_batches: int = 6104
 
 
-QUICK = Sizes(warm_batches=10, batches=60, steps=10, resumes=1, file_batches=60)
+QUICK = Sizes(warm_batches=10, seconds=0.02, steps=10, file_batches=60)
 
 
 # Workers: each runs in a fresh process, and reports numbers by metric
@@ -74,10 +74,11 @@ def tokens_per_s(batches: Iterator[Any], sizes: Sizes) -> float:
     """Return millions of tokens per second after a warmup."""
     for _ in itertools.islice(batches, sizes.warm_batches):
         pass
-    begun = time.perf_counter()
-    for _ in itertools.islice(batches, sizes.batches):
-        pass
-    return sizes.batches * TOKENS / (time.perf_counter() - begun) / 1e6
+    begun, took, n = time.perf_counter(), 0.0, 0
+    while took < sizes.seconds:
+        n += sum(1 for _ in itertools.islice(batches, 100))
+        took = time.perf_counter() - begun
+    return n * TOKENS / took / 1e6
 
 
 def run_text(case: Answer, sizes: Sizes) -> Answer:
@@ -112,12 +113,28 @@ def run_token_file(case: Answer, sizes: Sizes) -> Answer:
         return {"token file": tokens_per_s(loader, sizes)}
 
 
+def run_prepared(case: Answer, sizes: Sizes) -> Answer:
+    import torch  # noqa: F401 (as in a training script: batches are tensors)
+
+    from penstock import PreparedDataset
+    from penstock.prepare import prepare
+
+    out = Path(os.environ["PENSTOCK_CACHE"]) / "corpus"
+    prepare(case["source"], tokenizer=case["tokenizer"], out=out)
+    with loader_of(PreparedDataset(out, seq_len=SEQ_LEN), case["shuffle"]) as loader:
+        return {f"prepared corpus, {case['order']}": tokens_per_s(loader, sizes)}
+
+
 def run_torch(case: Answer, sizes: Sizes) -> Answer:
     from limit import MemoryMapRows, torch_batches
 
     rows = MemoryMapRows(token_file(sizes.file_batches))
-    rates = (tokens_per_s(torch_batches(rows, workers), sizes) for workers in (0, WORKERS))
-    return {"token file, torch DataLoader": max(rates)}
+    return {
+        f"token file, DataLoader, {workers} workers": tokens_per_s(
+            torch_batches(rows, workers), sizes
+        )
+        for workers in (0, WORKERS)
+    }
 
 
 def run_steps(case: Answer, sizes: Sizes) -> Answer:
@@ -136,9 +153,26 @@ def run_steps(case: Answer, sizes: Sizes) -> Answer:
 def run_first_batch(case: Answer, sizes: Sizes) -> Answer:
     common.hide_torch()
     begun = time.perf_counter()
-    with loader_of(text_of(case), shuffle=True) as loader:
-        next(loader)
-        return {case["metric"]: time.perf_counter() - begun}
+    loader = loader_of(text_of(case), case["shuffle"])
+    if "state" in case:
+        loader.load_state_dict(json.loads(state_file(case).read_text()))
+    next(loader)
+    took = time.perf_counter() - begun
+    loader.shutdown()
+    return {case["metric"]: took}
+
+
+def state_file(case: Answer) -> Path:
+    return Path(os.environ["PENSTOCK_CACHE"]) / f"{case['state']}.json"
+
+
+def run_save(case: Answer, sizes: Sizes) -> Answer:
+    """Save a state in the middle of a window, for a first batch of a resume."""
+    with loader_of(text_of(case), case["shuffle"]) as loader:
+        for _ in itertools.islice(loader, sizes.warm_batches):
+            pass
+        state_file(case).write_text(json.dumps(loader.state_dict()))
+    return {}
 
 
 def run_hub_pass(case: Answer, sizes: Sizes) -> Answer:
@@ -157,40 +191,16 @@ def run_hub_pass(case: Answer, sizes: Sizes) -> Answer:
     }
 
 
-def run_resume(case: Answer, sizes: Sizes) -> Answer:
-    import torch  # noqa: F401 (as in a training script: batches are tensors)
-
-    dataset = text_of(case)
-    with loader_of(dataset, case["shuffle"]) as loader:
-        for _ in itertools.islice(loader, sizes.warm_batches):
-            pass
-        state = loader.state_dict()
-
-    def first_batch(saved: Any) -> float:
-        loader = loader_of(dataset, case["shuffle"])
-        begun = time.perf_counter()
-        if saved is not None:
-            loader.load_state_dict(saved)
-        next(loader)
-        took = time.perf_counter() - begun
-        loader.shutdown()
-        return 1e3 * took
-
-    pairs = [(first_batch(None), first_batch(state)) for _ in range(sizes.resumes)]
-    fresh, resumed = (statistics.median(values) for values in zip(*pairs, strict=True))
-    name = f"resume, {case['order']}"
-    return {f"{name}: fresh": fresh, name: resumed, f"{name} / fresh": resumed / fresh}
-
-
 RUNS: dict[str, Callable[[Answer, Sizes], Answer]] = {
     "text": run_text,
     "limit": run_limit,
     "tokens": run_token_file,
+    "prepared": run_prepared,
     "torch": run_torch,
     "steps": run_steps,
     "first": run_first_batch,
     "hub-pass": run_hub_pass,
-    "resume": run_resume,
+    "save": run_save,
 }
 
 
@@ -223,11 +233,14 @@ def cases_of(corpus: Corpus, quick: bool, endpoint: str) -> dict[str, Case]:
     copies = 1 if quick else common.COPIES
     local = {"source": str(corpus.copies(copies)), "tokenizer": str(corpus.tokenizer)}
     jsonl = local | {"source": str(corpus.copies(copies, "jsonl"))}
-    far = local | {"source": HUB_URL, "endpoint": endpoint}
+    hub = local | {"run": "first", "shuffle": True, "source": HUB_URL, "endpoint": endpoint}
     orders = {"in order": False, "shuffled": True}
 
-    def ordered(run: str, order: str) -> Case:
-        return Case({"run": run, "order": order, "shuffle": orders[order]} | local)
+    def ordered(run: str, order: str, **more: str) -> Case:
+        return Case({"run": run, "order": order, "shuffle": orders[order]} | local | more)
+
+    def first(metric: str, order: str, **state: str) -> Case:
+        return ordered("first", order, metric=f"{metric}, {order}", **state)
 
     return {
         "text-in-order": ordered("text", "in order"),
@@ -235,14 +248,19 @@ def cases_of(corpus: Corpus, quick: bool, endpoint: str) -> dict[str, Case]:
         "text-jsonl": Case({"run": "text", "order": "JSONL", "shuffle": False} | jsonl),
         "limit": Case({"run": "limit"} | local, new_only=True),
         "token-file": Case({"run": "tokens"}),
+        "prepared-in-order": replace(ordered("prepared", "in order"), new_only=True),
+        "prepared-shuffled": replace(ordered("prepared", "shuffled"), new_only=True),
         "torch": Case({"run": "torch"}, new_only=True),
         "steps": Case({"run": "steps"} | local),
-        "first-batch": Case({"run": "first", "metric": "first batch, local"} | local),
-        "hub-cold": Case({"run": "first", "metric": "first batch, Hub, cold"} | far, cache="hub"),
-        "hub-warm": Case({"run": "first", "metric": "first batch, Hub, warm"} | far, cache="hub"),
-        "hub-pass": Case({"run": "hub-pass"} | far, cache="pass"),
-        "resume-in-order": ordered("resume", "in order"),
-        "resume-shuffled": ordered("resume", "shuffled"),
+        "first-in-order": first("first batch", "in order"),
+        "first-shuffled": first("first batch", "shuffled"),
+        "first-resume-save": ordered("save", "in order", state="a"),
+        "first-resume-in-order": first("first batch of a resume", "in order", state="a"),
+        "first-resume-save-shuffled": ordered("save", "shuffled", state="b"),
+        "first-resume-shuffled": first("first batch of a resume", "shuffled", state="b"),
+        "hub-cold": Case(hub | {"metric": "first batch, Hub, cold"}, cache="hub"),
+        "hub-warm": Case(hub | {"metric": "first batch, Hub, warm"}, cache="hub"),
+        "hub-pass": Case(hub | {"run": "hub-pass"}, cache="pass"),
     }
 
 
@@ -306,14 +324,20 @@ UNITS = {
     "text, JSONL": "M tokens/s",
     "decode + tokenize alone": "M tokens/s",
     "token file": "M tokens/s",
-    "token file, torch DataLoader": "M tokens/s",
+    "prepared corpus, in order": "M tokens/s",
+    "prepared corpus, shuffled": "M tokens/s",
+    "token file, DataLoader, 0 workers": "M tokens/s",
+    "token file, DataLoader, 2 workers": "M tokens/s",
     "peak RSS, in order": "MB",
     "peak RSS, shuffled": "MB",
     "peak RSS, JSONL": "MB",
     "next() p50": "µs",
     "next() p99": "µs",
     "data wait": "%",
-    "first batch, local": "s",
+    "first batch, in order": "s",
+    "first batch, shuffled": "s",
+    "first batch of a resume, in order": "s",
+    "first batch of a resume, shuffled": "s",
     "first batch, Hub, cold": "s",
     "first batch, Hub, warm": "s",
     "Hub, whole pass": "M tokens/s",
@@ -324,7 +348,8 @@ UNITS = {
 RATIO_FLOORS = {
     "text, in order": Goal(">=", 0.9),
     "text, shuffled": Goal(">=", 0.9),
-    "first batch, local": Goal("<=", 1.2),
+    "first batch, in order": Goal("<=", 1.2),
+    "first batch, shuffled": Goal("<=", 1.2),
     "first batch, Hub, cold": Goal("<=", 1.4),
     "Hub, whole pass: peak RSS": Goal("<=", 1.1),
     "peak RSS, in order": Goal("<=", 1.1),
@@ -333,17 +358,43 @@ RATIO_FLOORS = {
 """Bounds for new over old."""
 VALUE_FLOORS = {
     "next() p50": Goal("<=", 300),
-    "resume, in order / fresh": Goal("<=", 1.3),
-    "resume, shuffled / fresh": Goal("<=", 1.3),
-    "token file / torch DataLoader": Goal(">=", 4),
+    "resume / fresh start, in order": Goal("<=", 1.3),
+    "resume / fresh start, shuffled": Goal("<=", 1.3),
+    "token file / DataLoader, 0 workers": Goal(">=", 4),
+    "prepared, in order / DataLoader, 2 workers": Goal(">=", 4),
+    "prepared, shuffled / DataLoader, 2 workers": Goal(">=", 4),
 }
 """Bounds for the new value."""
 SHARES = {
     "text, in order / limit": ("text, in order", "decode + tokenize alone"),
     "text, shuffled / limit": ("text, shuffled", "decode + tokenize alone"),
-    "token file / torch DataLoader": ("token file", "token file, torch DataLoader"),
+    "resume / fresh start, in order": (
+        "first batch of a resume, in order",
+        "first batch, in order",
+    ),
+    "resume / fresh start, shuffled": (
+        "first batch of a resume, shuffled",
+        "first batch, shuffled",
+    ),
+    "token file / DataLoader, 0 workers": ("token file", "token file, DataLoader, 0 workers"),
+    "prepared, in order / DataLoader, 0 workers": (
+        "prepared corpus, in order",
+        "token file, DataLoader, 0 workers",
+    ),
+    "prepared, shuffled / DataLoader, 0 workers": (
+        "prepared corpus, shuffled",
+        "token file, DataLoader, 0 workers",
+    ),
+    "prepared, in order / DataLoader, 2 workers": (
+        "prepared corpus, in order",
+        "token file, DataLoader, 2 workers",
+    ),
+    "prepared, shuffled / DataLoader, 2 workers": (
+        "prepared corpus, shuffled",
+        "token file, DataLoader, 2 workers",
+    ),
 }
-"""Rows that compare a row with a reference, which is measured on the new revision."""
+"""Rows that compare a row with a reference: of the same revision, or of the new one."""
 
 
 def results_of(cases: Mapping[str, Case]) -> dict[str, dict[str, list[float]]]:
@@ -353,8 +404,9 @@ def results_of(cases: Mapping[str, Case]) -> dict[str, dict[str, list[float]]]:
         found |= case.values
     for name, (over, under) in SHARES.items():
         if over in found and under in found:
-            reference = statistics.median(found[under]["new"])
-            found[name] = {r: [v / reference for v in found[over][r]] for r in ("old", "new")}
+            bases = {r: found[under][r] or found[under]["new"] for r in ("old", "new")}
+            middle = {r: statistics.median(values) for r, values in bases.items()}
+            found[name] = {r: [v / middle[r] for v in found[over][r]] for r in middle}
     return found
 
 

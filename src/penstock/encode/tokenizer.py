@@ -1,6 +1,6 @@
 """Turn the documents of a chunk into ids, each document with its separators.
 
-Runs on worker threads. Copies the ids twice, to narrow them and to add separators; runs no Python
+Runs on worker threads. Copies the ids once, to narrow them and to add separators; runs no Python
 per document. A document without ids (empty, null, skipped) gets no separators.
 """
 
@@ -15,14 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.config import installed_version
 from penstock.encode.engines import REFERENCES, Engine, checked_gigatoken
 from penstock.encode.vocabulary import Vocabulary, find_vocabulary
 from penstock.encode.window import flatten
 from penstock.errors import ConfigError
-from penstock.read.arrow_utils import booleans, scalar
 from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
 
 log = logging.getLogger("penstock")
@@ -94,20 +92,18 @@ class Tokenizer:
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
         ids, offsets = self.engine.encode(texts)
-        narrow = np.ascontiguousarray(ids, self.dtype)
-        buffers = [None, pa.py_buffer(offsets * narrow.itemsize), pa.py_buffer(narrow)]
-        docs = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(texts), buffers)
-        if self.bos_id is None and self.eos_id is None:
-            return docs
-        nothing = scalar(b"")
-        some = np.diff(offsets) > 0
-        around = [
-            nothing if id is None else scalar(np.array(id, self.dtype).tobytes())
-            for id in (self.bos_id, self.eos_id)
-        ]
-        if not some.all():
-            around = [pc.if_else(booleans(some), separator, nothing) for separator in around]
-        return pc.binary_join_element_wise(around[0], docs, around[1], nothing)
+        separators = (self.bos_id is not None) + (self.eos_id is not None)
+        added = separators * np.cumsum(np.diff(offsets, prepend=0) > 0)
+        ends = offsets + added
+        out = np.empty(ends[-1], self.dtype)
+        is_id = np.ones(len(out), bool)
+        some = np.flatnonzero(np.diff(offsets))
+        for separator, at in ((self.bos_id, ends[some]), (self.eos_id, ends[some + 1] - 1)):
+            if separator is not None:
+                out[at], is_id[at] = separator, False
+        out[is_id] = ids
+        buffers = [None, pa.py_buffer(ends * out.itemsize), pa.py_buffer(out)]
+        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(texts), buffers)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, with special tokens by name."""

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.order.shuffle import I64
-from penstock.read.arrow_utils import integers
+from penstock.read.arrow_utils import integers, numbers
 from penstock.read.token_store import Block, Header, TokenStore
 from penstock.types import ChunkRef, FileRef, Member
 
@@ -61,7 +61,7 @@ class Manifest:
         entries = np.searchsorted(self.first_blocks, numbers, side="right") - 1
         columns = [self.offsets, *(self.blocks[name] for name in COLUMNS)]
         blocks = map(Block, *(column[numbers].tolist() for column in columns))
-        return entries, self.names.take(pa.array(entries)).to_pylist(), list(blocks)
+        return entries, self.names.take(integers(entries)).to_pylist(), list(blocks)
 
 
 def read_blocks(store: TokenStore, name: str, blocks: Sequence[Block]) -> pa.RecordBatch:
@@ -206,14 +206,14 @@ def read_manifest(store: TokenStore) -> Manifest:
     table = pa.ipc.open_stream(data).read_all().combine_chunks()
     columns = {name: table.column(name).chunk(0) for name in table.column_names}
     lists = columns["blocks"]
-    first = lists.offsets.to_numpy()
-    blocks = {name: lists.values.field(name).to_numpy().astype(np.int64) for name in COLUMNS}
+    first = numbers(lists.offsets)
+    blocks = {name: numbers(lists.values.field(name)).astype(np.int64) for name in COLUMNS}
     # The blocks of an entry are contiguous, from its byte `begin` on.
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks["length"])])
-    offsets = ends[:-1] + np.repeat(columns["begin"].to_numpy() - ends[first[:-1]], np.diff(first))
+    offsets = ends[:-1] + np.repeat(numbers(columns["begin"]) - ends[first[:-1]], np.diff(first))
     return Manifest(
         about | {"sha256": sha256}, tuple(map(_file, about["files"])), columns["name"],
-        columns["file"].to_numpy(), columns["chunk"].to_numpy(), first, offsets, blocks,
+        numbers(columns["file"]), numbers(columns["chunk"]), first, offsets, blocks,
     )  # fmt: skip
 
 

@@ -12,18 +12,20 @@ import hashlib
 import json
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.order.shuffle import I64, mix, mix_array
 from penstock.read import ReadSettings
-from penstock.read.arrow_utils import booleans, combined, integers, is_text, lengths, scalar
+from penstock.read.arrow_utils import booleans, call, combined, integers, is_text, lengths, scalar
 from penstock.types import Address, Bad, ChunkRef, Documents
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
 
 COMPARISON = re.compile(r"\s*([\w.]+)\s*(==|=|!=|<=|>=|<|>|not in\b|in\b)\s*(.+)", re.DOTALL)
 
@@ -47,7 +49,7 @@ class ChunkValidator:
         before = len(rows)
         column, rows = select(self._settings, table, rows, self._ref.file.path)
         if column.null_count:
-            column = pc.coalesce(column, scalar(b"", column.type))
+            column = call("coalesce", column, scalar(b"", column.type))
         sizes = lengths(column)
         too_long = np.flatnonzero(sizes > self.max_bytes)
         for i in too_long.tolist():
@@ -141,7 +143,7 @@ def blank(column: pa.Array, indices: I64) -> pa.Array:
         return column
     keep = np.ones(len(column), bool)
     keep[indices] = False
-    return pc.if_else(booleans(keep), column, scalar(b"", column.type))
+    return call("if_else", booleans(keep), column, scalar(b"", column.type))
 
 
 class Quarantine:
@@ -171,6 +173,8 @@ class Quarantine:
 
 def parse_filter(value: Any) -> pc.Expression:
     """Parse a filter: an expression, tuples, or comparisons as text."""
+    import pyarrow.compute as pc
+
     if isinstance(value, pc.Expression):
         return value
     try:

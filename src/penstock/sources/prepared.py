@@ -22,7 +22,7 @@ from penstock.order.permute import permute
 from penstock.order.plan import Plan
 from penstock.order.shuffle import I64, mix
 from penstock.prepare.manifest import Manifest, read_blocks, read_manifest
-from penstock.read.arrow_utils import lengths
+from penstock.read.arrow_utils import lengths, numbers
 from penstock.read.token_store import Block, TokenStore
 from penstock.read.validation import blank
 from penstock.sources.base import RunContext, Work, noted
@@ -173,7 +173,7 @@ class BlockWork(Work):
     def read(self, ref: MergedRef) -> TokenChunk:
         batches = list(map(self._read, ref.runs))
         merged = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        docs, rows = merged.column(0), merged.column(1).to_numpy()
+        docs, rows = merged.column(0), numbers(merged.column(1))
         parts = list(zip(ref.runs, map(len, batches), strict=True))
         empty = int(np.count_nonzero(lengths(docs) == 0))
         if self._skip:
@@ -189,7 +189,7 @@ class BlockWork(Work):
         return batch
 
     def _skipped(self, ref: ChunkRef, batch: pa.RecordBatch) -> Any:
-        file, rows = ref.file, batch.column(1).to_numpy()
+        file, rows = ref.file, numbers(batch.column(1))
         if file.members:
             return [(file.members[row].name, None) in self._skip for row in rows.tolist()]
         group = ref.index if file.format == "parquet" else None
