@@ -61,7 +61,7 @@ def test_a_trained_vocabulary_gives_the_reference_ids(tmp_path: Path) -> None:
     path.write_text(train_tokenizer(text.encode(), 320))
     import pyarrow as pa
 
-    ids, _ = load_tokenizer(path, engine="gigatoken").engine.encode(
+    [ids] = load_tokenizer(path, engine="gigatoken").engine.encode(
         pa.array([text], pa.large_string())
     )
     assert ids.tolist() == Tokenizer.from_file(str(path)).encode(text).ids

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import TextDataset
-from penstock.encode.engines import GigatokenEngine
+from penstock.encode.engines import GigatokenEngine, by_document
 from penstock.encode.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
 from tests.corpus import train_vocabulary
@@ -88,8 +88,8 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     found = []
     for first_bytes in (1 << 40, 0):
         GigatokenEngine.FIRST_BYTES = first_bytes
-        ids, offsets = tokenizer.engine.encode(pa.array(texts, pa.large_string()))
-        found.append([part.tolist() for part in np.split(ids, offsets[1:-1])])
+        encoded = tokenizer.engine.encode(pa.array(texts, pa.large_string()))
+        found.append([[*map(int, ids)] for ids in by_document(encoded)])
     assert found[0] == found[1]
     return found[1]
 

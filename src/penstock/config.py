@@ -6,7 +6,6 @@ for all packages.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -120,18 +119,11 @@ def gpu_is_here() -> bool:
 
 def installed_version(package: str) -> str | None:
     """Return the installed version of a package, or None."""
-    # The folder beside a package names its version. Importing importlib.metadata takes 12 ms.
-    spec = importlib.util.find_spec(package)
-    if spec is not None and spec.origin is not None:
-        found = [*Path(spec.origin).parents[1].glob(f"{package}-*.dist-info")]
-        if len(found) == 1:
-            return found[0].stem.partition("-")[2]
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    # Folders of installed packages are named after their versions. `importlib.metadata` says the
+    # same, but its import takes 12 ms.
+    pattern = f"{package}-*.dist-info"
+    found = (path.stem for folder in sys.path for path in Path(folder).glob(pattern))
+    return next((name.partition("-")[2] for name in found), None)
 
 
 def cache_dir() -> Path:

@@ -27,7 +27,6 @@ from penstock.pipeline import Pipeline
 from penstock.settings import build, resolve_options
 from penstock.sources.base import RunContext, Source
 from penstock.sources.factory import as_source
-from penstock.sources.map_style import rows_of_pass
 from penstock.state import State, check_lanes, gather, parse
 from penstock.watch.loader_stats import LoaderStats, Stats
 from penstock.watch.stage_timer import IMPORT
@@ -140,6 +139,8 @@ class AsyncDataLoader:
         batches = self._source.batches(self._run_context())
         if batches is not None:
             return batches * self._options.batch_size
+        from penstock.sources.map_style import rows_of_pass
+
         return rows_of_pass(self._options, self._source.length())
 
     def next_batch(self, timeout: float | None = None) -> Batch | None:

@@ -15,7 +15,6 @@ import json
 import operator
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -242,6 +241,8 @@ def read_file(path: Path) -> ConfigFile:
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
         text = path.read_text("utf-8-sig")
+        import tomllib
+
         tables = tomllib.loads(text) if kind == "TOML" else json.loads(without_comments(text))
     except OSError as error:
         raise ConfigError(f"file {path}: cannot be read: {error.strerror}") from None

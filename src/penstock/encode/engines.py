@@ -1,7 +1,7 @@
 """The tokenizer libraries, behind one protocol.
 
-An engine takes a large_string array without nulls, and returns one flat array of ids and the
-offsets of the documents in it. Worker threads call it concurrently.
+An engine takes a large_string array without nulls. It returns the ids of each document, or one
+flat array of ids and the offsets of the documents in it. Worker threads call it concurrently.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +27,12 @@ from penstock.read.arrow_utils import binaries
 from penstock.types import MiB
 
 SLOW_DOCS = 128
+Encoded = list[Any] | tuple[Ids, I64]
+
+
+def by_document(encoded: Encoded) -> list[Any]:
+    """Return the ids of each document."""
+    return encoded if isinstance(encoded, list) else np.split(encoded[0], encoded[1][1:-1])
 
 
 class Engine(Protocol):
@@ -38,7 +43,7 @@ class Engine(Protocol):
     doc_batch: int | None = None
     """Documents per call, so that a loader can be shut down between calls. None: a whole chunk."""
 
-    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]: ...
+    def encode(self, texts: pa.LargeStringArray) -> Encoded: ...
 
     def decode(self, ids: Sequence[int]) -> bytes: ...
 
@@ -64,7 +69,7 @@ class ByteEngine(Engine):
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Take a vocabulary, as all engines do."""
 
-    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
         return flatten(texts, np.dtype(np.uint8))
 
     def decode(self, ids: Sequence[int]) -> bytes:
@@ -90,9 +95,9 @@ class TokenizersEngine(Engine):
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenizersEngine, (self._vocabulary,)
 
-    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
         encodings = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
-        return _flatten([encoding.ids for encoding in encodings])
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> bytes:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False)).encode()
@@ -116,17 +121,11 @@ class TiktokenEngine(Engine):
             )
         self.vocab_size = self._encoding.n_vocab
 
-    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
-        return _flatten([self._encoding.encode_ordinary(text) for text in texts.to_pylist()])
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
+        return [self._encoding.encode_ordinary(text) for text in texts.to_pylist()]
 
     def decode(self, ids: Sequence[int]) -> bytes:
         return bytes(self._encoding.decode_bytes(ids))
-
-
-def _flatten(documents: list[Any]) -> tuple[Ids, I64]:
-    offsets = np.zeros(len(documents) + 1, np.int64)
-    np.cumsum([len(ids) for ids in documents], out=offsets[1:])
-    return np.concatenate([np.asarray(ids, np.uint32) for ids in documents]), offsets
 
 
 REFERENCES = {each.name: each for each in (ByteEngine, TokenizersEngine, TiktokenEngine)}
@@ -173,13 +172,13 @@ class GigatokenEngine(Engine):
         with self._lock:
             self._shared()
 
-    def encode(self, texts: pa.LargeStringArray) -> tuple[Ids, I64]:
+    def encode(self, texts: pa.LargeStringArray) -> Encoded:
         with self._lock:
             self._seen_bytes += texts.nbytes
             tokenizer, generation = self._shared(), self.replaced
             if self._seen_bytes <= self.FIRST_BYTES:
                 documents = texts.view(pa.large_binary()).to_pylist()
-                return _flatten([tokenizer.encode(document) for document in documents])
+                return [tokenizer.encode(document) for document in documents]
             self._idle.pop()
         import awkward
 
@@ -223,6 +222,8 @@ def load_gigatoken(vocabulary: Vocabulary) -> Any:
             return gigatoken.Tokenizer.from_json(vocabulary.tokenizer_json)
         if vocabulary.ranks is None:
             raise ConfigError("its rule for splitting words is unknown")
+        import tempfile  # takes 3 ms
+
         # The library reads ranks only from a path. Special tokens are omitted, so they stay text.
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
             file.write(vocabulary.ranks)
@@ -279,7 +280,8 @@ def checked_gigatoken(
         differs = False
         if versions[1][1] is not None:  # without the reference, nothing can be compared
             texts = binaries([text.encode() for text in PROBE], pa.large_string())
-            pairs = zip(engine.encode(texts), reference().encode(texts), strict=True)
+            both = (by_document(each.encode(texts)) for each in (engine, reference()))
+            pairs = zip(*both, strict=True)
             differs = not all(np.array_equal(fast, slow) for fast, slow in pairs)
         note = json.dumps({"vocab_size": engine.vocab_size, "differs": differs})
         with suppress(OSError):  # only a cache

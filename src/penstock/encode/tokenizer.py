@@ -1,7 +1,7 @@
 """Turn the documents of a chunk into ids, each document with its separators.
 
-Runs on worker threads. Copies the ids once, to narrow them and to add separators; runs no Python
-per document. A document without ids (empty, null, skipped) gets no separators.
+Runs on worker threads. Copies the ids twice, to narrow them and to add separators; runs no Python
+per document with engines that return flat arrays. A document without ids (empty, null, skipped) gets no separators.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.encode.engines import REFERENCES, Engine, checked_gigatoken
 from penstock.encode.vocabulary import Vocabulary, find_vocabulary
 from penstock.encode.window import flatten
 from penstock.errors import ConfigError
+from penstock.read.arrow_utils import binaries, booleans, scalar
 from penstock.types import AUTO, WORD_CACHE_BYTES, ChunkRef, Documents, TokenChunk
 
 log = logging.getLogger("penstock")
@@ -91,19 +92,23 @@ class Tokenizer:
         return TokenChunk.of(ref, docs, documents, len(flatten(texts, np.dtype(np.uint8))[0]))
 
     def _encode(self, texts: pa.LargeStringArray) -> pa.LargeBinaryArray:
-        ids, offsets = self.engine.encode(texts)
-        separators = (self.bos_id is not None) + (self.eos_id is not None)
-        added = separators * np.cumsum(np.diff(offsets, prepend=0) > 0)
-        ends = offsets + added
-        out = np.empty(ends[-1], self.dtype)
-        is_id = np.ones(len(out), bool)
-        some = np.flatnonzero(np.diff(offsets))
-        for separator, at in ((self.bos_id, ends[some]), (self.eos_id, ends[some + 1] - 1)):
-            if separator is not None:
-                out[at], is_id[at] = separator, False
-        out[is_id] = ids
-        buffers = [None, pa.py_buffer(ends * out.itemsize), pa.py_buffer(out)]
-        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(texts), buffers)
+        encoded, dtype = self.engine.encode(texts), self.dtype
+        ids = (self.bos_id, self.eos_id)
+        before, after = (b"" if id is None else np.array(id, dtype).tobytes() for id in ids)
+        if isinstance(encoded, list):
+            each = [np.asarray(document, dtype).tobytes() for document in encoded]
+            return binaries([before + doc + after if doc else doc for doc in each])
+        import pyarrow.compute as pc
+
+        flat, offsets = encoded
+        narrow = np.ascontiguousarray(flat, dtype)
+        buffers = [None, pa.py_buffer(offsets * narrow.itemsize), pa.py_buffer(narrow)]
+        docs = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(texts), buffers)
+        around = [scalar(before), scalar(after)]
+        some = np.diff(offsets) > 0
+        if not some.all():
+            around = [pc.if_else(booleans(some), each, scalar(b"")) for each in around]
+        return pc.binary_join_element_wise(around[0], docs, around[1], scalar(b""))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, with special tokens by name."""

@@ -1,7 +1,8 @@
 """Convert between Arrow, numpy and bytes.
 
 Avoids what would delay the first batch: `pa.array`, `pa.scalar` and `to_numpy` import pandas if it
-is installed, which takes 0.1 s, and casts import `pyarrow.compute`, which takes 25 ms.
+is installed, which takes 0.1 s, and casts import `pyarrow.compute`, which takes 25 ms. Code that
+needs it imports it late.
 """
 
 from __future__ import annotations
@@ -16,15 +17,6 @@ import pyarrow as pa
 
 from penstock.order.shuffle import I64
 
-BINARIES = (pa.StringArray, pa.BinaryArray)
-
-
-def call(function: str, *arguments: Any) -> Any:
-    """Call a function of `pyarrow.compute`, which is imported now."""
-    import pyarrow.compute as pc
-
-    return pc.call_function(function, list(arguments))
-
 
 def integers(values: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Int64Array:
     """Return an Arrow array over the same memory."""
@@ -32,12 +24,9 @@ def integers(values: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Int64Array:
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])
 
 
-def numbers(column: pa.Array) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a column of integers without nulls as a numpy array over the same memory."""
-    dtype = np.dtype(str(column.type))
-    if not len(column):
-        return np.empty(0, dtype)
-    return np.frombuffer(column.buffers()[1], dtype)[column.offset : column.offset + len(column)]
+def numbers(column: pa.Array) -> np.ndarray[Any, Any]:
+    """Return integers without nulls as a numpy array over the same memory."""
+    return np.from_dlpack(column)
 
 
 def booleans(values: np.ndarray[Any, np.dtype[np.bool_]]) -> pa.BooleanArray:
@@ -69,12 +58,15 @@ def widened(column: Any) -> Any:
     """Return strings or byte strings with 64-bit offsets, over the same bytes if possible."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     wide = pa.large_string() if "string" in str(kind) else pa.large_binary()
-    if str(kind) not in ("string", "binary") or not isinstance(column, BINARIES) or not len(column):
-        return column if column.type == wide else column.cast(wide)
+    if column.type == wide:
+        return column
+    plain = isinstance(column, pa.Array) and column.type in (pa.string(), pa.binary())
+    if not plain or not len(column):
+        return column.cast(wide)
     validity, offsets, data = column.buffers()
     offsets = pa.py_buffer(np.frombuffer(offsets, np.int32).astype(np.int64))
-    nulls, begin = column.null_count, column.offset
-    return pa.Array.from_buffers(wide, len(column), [validity, offsets, data], nulls, begin)
+    buffers = [validity, offsets, data or pa.py_buffer(b"")]
+    return pa.Array.from_buffers(wide, len(column), buffers, column.null_count, column.offset)
 
 
 def combined(column: pa.ChunkedArray) -> pa.Array:

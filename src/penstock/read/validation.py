@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.order.shuffle import I64, mix, mix_array
 from penstock.read import ReadSettings
-from penstock.read.arrow_utils import booleans, call, combined, integers, is_text, lengths, scalar
+from penstock.read.arrow_utils import booleans, combined, integers, is_text, lengths, scalar
 from penstock.types import Address, Bad, ChunkRef, Documents
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ChunkValidator:
         before = len(rows)
         column, rows = select(self._settings, table, rows, self._ref.file.path)
         if column.null_count:
-            column = call("coalesce", column, scalar(b"", column.type))
+            column = column.fill_null(scalar(b"", column.type))
         sizes = lengths(column)
         too_long = np.flatnonzero(sizes > self.max_bytes)
         for i in too_long.tolist():
@@ -141,9 +141,11 @@ def blank(column: pa.Array, indices: I64) -> pa.Array:
     """Replace texts by empty ones."""
     if len(indices) == 0:
         return column
+    import pyarrow.compute as pc
+
     keep = np.ones(len(column), bool)
     keep[indices] = False
-    return call("if_else", booleans(keep), column, scalar(b"", column.type))
+    return pc.if_else(booleans(keep), column, scalar(b"", column.type))
 
 
 class Quarantine:

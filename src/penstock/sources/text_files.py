@@ -31,7 +31,6 @@ from penstock.encode.tokenizer import Tokenizer
 from penstock.errors import CorruptFile, LoaderClosed, SourceError
 from penstock.feed.worker_pool import Pool, Task, ThreadPool
 from penstock.order.plan import Plan
-from penstock.prepare.manifest import require_settings
 from penstock.read import ReadSettings
 from penstock.read.parquet import MAX_CHUNK_BYTES
 from penstock.read.reader import Reader
@@ -446,6 +445,8 @@ class TextSource(ChunkSource):
             store,
         )
         if store is not None:
+            from penstock.prepare.manifest import require_settings
+
             require_settings(store, work.settings)
         return work
 
