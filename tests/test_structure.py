@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.prepare import prepare
+from tests.corpus import train_vocabulary
 
 SRC = Path(penstock.__file__).parent
 ROOT = SRC.parent.parent
@@ -175,6 +177,9 @@ data = penstock.TextDataset({path!r}, tokenizer="byte", seq_len=8)
 with penstock.AsyncDataLoader(data, 2) as loader:
     loader.warmup(2)
 """
+WORDS = TEXT.replace('"byte"', "{vocabulary!r}")
+PREPARED = TEXT.replace('TextDataset({path!r}, tokenizer="byte"', "PreparedDataset({prepared!r}")
+SLOW = {"pandas", "importlib.metadata", "awkward"}
 
 
 @pytest.mark.parametrize(
@@ -182,12 +187,18 @@ with penstock.AsyncDataLoader(data, 2) as loader:
     [
         ("", {"numpy", "pyarrow", "torch", "gigatoken", "rich"}),
         (TEXT, {"torch", "tokenizers", "transformers", "huggingface_hub", "gigatoken"}),
+        (WORDS, SLOW | {"pyarrow.compute"}),
+        (PREPARED, SLOW),
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(
-    code: str, unwanted: set[str], corpus: Path
+    code: str, unwanted: set[str], corpus: Path, tmp_path: Path
 ) -> None:
-    code = code.format(path=str(corpus / "parquet"))
+    path, out = str(corpus / "parquet"), str(tmp_path / "prepared")
+    vocabulary = str(train_vocabulary(tmp_path / "tokenizer.json"))
+    if code == PREPARED:
+        prepare(path, tokenizer="byte", out=out)
+    code = code.format(path=path, vocabulary=vocabulary, prepared=out)
     command = [sys.executable, "-c", f"import penstock, sys\n{code}\nprint(*sys.modules)"]
     imported = subprocess.check_output(command, text=True, timeout=60)
     assert not unwanted & set(imported.split())
