@@ -1,8 +1,8 @@
 """Measure how well a batch is mixed: distinct source chunks, as a share of those in a uniform
 order.
 
-A corpus of 2,000 chunks of 1,000 short documents. Batches have 16 or 64 rows of 192 tokens, about
-26, 100 or 400 documents, all in one lane. The result is the mean of one epoch, from provenance (for
+A corpus of 2,000 chunks of 1,000 short documents. Batches have 16, 64 or 256 rows of 192 tokens,
+about 26, 100 or 400 documents, all in one lane. The result is the mean of one epoch, from provenance (for
 `datasets`, from its documents, cut into batches of the same size). The chunks are the source's row
 groups. Prints Markdown.
 """

@@ -109,7 +109,7 @@ class TextWork(Work):
         return _in_worker_process, (access_variables(), *made_of)
 
     def prepare(self) -> None:
-        """Load the vocabulary while the first chunk is fetched."""
+        """Load the vocabulary."""
         self.tokenizer.engine.prepare()
 
     def inspect(self, file: FileRef) -> tuple[list[ChunkRef], list[Bad]]:
@@ -294,8 +294,8 @@ class FileChunks(ChunkReader):
             self.io = ThreadPool(threads, work, name="fetch", clock=run.clock)
             if work.session is not None:
                 work.session.network.threads = self.io
-        if pool.n_workers:  # load the vocabulary while the first chunk is fetched
-            pool.submit("prepare")
+        self._prepared = False
+        """True once a task loads the vocabulary."""
 
     def look_up(self, files: tuple[int, ...]) -> list[Task[tuple[list[ChunkRef], list[Bad]]]]:
         for index in files:
@@ -320,9 +320,10 @@ class FileChunks(ChunkReader):
         pool, work, file = self._pool, self._work, ref.file
         fetched: Task[Any] | None = None
         stored = work.has_stored(ref)
+        tokenized = stored or work.has_cached(ref)
         if stored and self.io is not None and self._remote_store:
             pool = self.io
-        elif not stored and not work.has_cached(ref):
+        elif not tokenized:
             if file.sequential:
                 # Read after the previous chunk, then tokenized on any worker. A function runs in
                 # this process even if workers are processes, which cannot share a decompressor.
@@ -332,6 +333,10 @@ class FileChunks(ChunkReader):
             if self.io is not None and file.remote and not file.codec:
                 fetched = self.io.submit("fetch", ref)
         task = pool.submit("encode", ref, after=fetched)
+        if not self._prepared and not tokenized:
+            # Load the vocabulary while the first chunk is fetched or decoded.
+            self._prepared = True
+            pool.submit("prepare")
         if file.sequential:
             self._before[ref.lane] = task
         elif fetched is not None:
