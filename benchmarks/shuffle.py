@@ -2,9 +2,9 @@
 order.
 
 A corpus of 2,000 chunks of 1,000 short documents. Batches have 16, 64 or 256 rows of 192 tokens,
-about 26, 100 or 400 documents, all in one lane. The result is the mean of one epoch, from provenance (for
-`datasets`, from its documents, cut into batches of the same size). The chunks are the source's row
-groups. Prints Markdown.
+about 26, 100 or 400 documents, all in one lane. The result is the mean of one epoch, from
+provenance (for `datasets`, from its documents, cut into batches of the same size). The chunks are
+the source's row groups. Prints Markdown.
 """
 
 from __future__ import annotations

@@ -238,11 +238,11 @@ class ConfigFile:
 
 def read_file(path: Path) -> ConfigFile:
     """Read a TOML file, or a JSON file that may have `//` comments."""
+    import tomllib
+
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
         text = path.read_text("utf-8-sig")
-        import tomllib
-
         tables = tomllib.loads(text) if kind == "TOML" else json.loads(without_comments(text))
     except OSError as error:
         raise ConfigError(f"file {path}: cannot be read: {error.strerror}") from None

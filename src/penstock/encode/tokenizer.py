@@ -1,7 +1,8 @@
 """Turn the documents of a chunk into ids, each document with its separators.
 
 Runs on worker threads. Copies the ids twice, to narrow them and to add separators; runs no Python
-per document with engines that return flat arrays. A document without ids (empty, null, skipped) gets no separators.
+per document if the engine returns flat arrays. A document without ids (empty, null, skipped) gets
+no separators.
 """
 
 from __future__ import annotations
