@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from penstock.errors import ConfigError, CorruptFile, SourceError
 from penstock.order.shuffle import I64
-from penstock.read.arrow_utils import integers, numbers
+from penstock.read.arrow_utils import as_numpy, integers
 from penstock.read.token_store import Block, Header, TokenStore
 from penstock.types import ChunkRef, FileRef, Member
 
@@ -206,14 +206,14 @@ def read_manifest(store: TokenStore) -> Manifest:
     table = pa.ipc.open_stream(data).read_all().combine_chunks()
     columns = {name: table.column(name).chunk(0) for name in table.column_names}
     lists = columns["blocks"]
-    first = numbers(lists.offsets)
-    blocks = {name: numbers(lists.values.field(name)).astype(np.int64) for name in COLUMNS}
+    first = as_numpy(lists.offsets)
+    blocks = {name: as_numpy(lists.values.field(name)).astype(np.int64) for name in COLUMNS}
     # The blocks of an entry are contiguous, from its byte `begin` on.
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks["length"])])
-    offsets = ends[:-1] + np.repeat(numbers(columns["begin"]) - ends[first[:-1]], np.diff(first))
+    offsets = ends[:-1] + np.repeat(as_numpy(columns["begin"]) - ends[first[:-1]], np.diff(first))
     return Manifest(
         about | {"sha256": sha256}, tuple(map(_file, about["files"])), columns["name"],
-        numbers(columns["file"]), numbers(columns["chunk"]), first, offsets, blocks,
+        as_numpy(columns["file"]), as_numpy(columns["chunk"]), first, offsets, blocks,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def integers(values: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Int64Array:
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])
 
 
-def numbers(column: pa.Array) -> np.ndarray[Any, Any]:
+def as_numpy(column: pa.Array) -> np.ndarray[Any, Any]:
     """Return integers without nulls as a numpy array over the same memory."""
     return np.from_dlpack(column)
 

@@ -29,7 +29,7 @@ import pyarrow as pa
 from penstock.config import write_atomically
 from penstock.errors import CorruptFile
 from penstock.options import RemoteOptions
-from penstock.read.arrow_utils import integers, lengths, numbers
+from penstock.read.arrow_utils import as_numpy, integers, lengths
 from penstock.read.listing import Entry
 from penstock.types import Address, Bad, ChunkRef, KiB, TokenChunk
 
@@ -186,7 +186,7 @@ class TokenStore:
             with suppress(OSError):  # read-only, or removed meanwhile
                 os.utime(self._path(key.name))
         bad = [Bad(Address(*address), *why) for address, *why in header.chunk["bad"]]
-        return TokenChunk(ref, docs, numbers(rows), **(header.chunk | {"bad": bad}))
+        return TokenChunk(ref, docs, as_numpy(rows), **(header.chunk | {"bad": bad}))
 
     def put(self, key: Key, chunk: TokenChunk) -> Header | None:
         """Write a chunk and return its header; None if the store is full or writing has stopped."""

@@ -22,7 +22,7 @@ from penstock.order.permute import permute
 from penstock.order.plan import Plan
 from penstock.order.shuffle import I64, mix
 from penstock.prepare.manifest import Manifest, read_blocks, read_manifest
-from penstock.read.arrow_utils import lengths, numbers
+from penstock.read.arrow_utils import as_numpy, lengths
 from penstock.read.token_store import Block, TokenStore
 from penstock.read.validation import blank
 from penstock.sources.base import RunContext, Work, noted
@@ -36,7 +36,10 @@ GROUP_BLOCKS = 512
 GROWTH = 8
 """Windows of the first epoch have 1, 8 and then 64 chunks: they are read faster than consumed."""
 CHUNK_BLOCKS = 8
-"""Blocks in a chunk, except the first one. Handling a chunk takes longer than reading a block."""
+"""Blocks in a chunk. Handling a chunk takes longer than reading a block."""
+SINGLE_BLOCKS = 1 + 8 + 64
+"""The first blocks of a run, in its three small windows, are chunks of their own: the first batch
+waits for one block, and a bucket is asked for the next ones in parallel."""
 FETCHES = 16
 """Requests in flight to a bucket."""
 _BLOCKS = 6  # a permutation of blocks shares no key with those of text
@@ -129,16 +132,14 @@ class BlockPlan(Plan):
         manifest, begin = self.manifest, number * GROUP_BLOCKS
         numbers = self.numbers(lane, epoch, begin, begin + GROUP_BLOCKS)
         entries, names, blocks = manifest.locate(numbers)
-        # A new chunk begins every few blocks, and after the first block, so that the first batch
-        # waits for one block only. A new run begins where blocks are not adjacent.
+        # A new run begins where blocks are not adjacent.
         new_chunk = np.arange(len(numbers)) % self.chunk_blocks == 0
-        new_chunk[1:2] = number == 0
+        new_chunk[: SINGLE_BLOCKS + 1] |= epoch == number == 0
         new_run = (
             new_chunk | (np.diff(entries, prepend=-1) != 0) | (np.diff(numbers, prepend=-1) != 1)
         )
         chunks: list[list[BlocksRef]] = []
-        begins = np.flatnonzero(new_run).tolist()
-        for begin, end in itertools.pairwise([*begins, len(numbers)]):
+        for begin, end in itertools.pairwise([*np.flatnonzero(new_run).tolist(), len(numbers)]):
             entry, own = entries[begin], tuple(blocks[begin:end])
             file, index = manifest.files[manifest.file_numbers[entry]], int(manifest.chunks[entry])
             nbytes = sum(block.id_bytes for block in own)
@@ -173,7 +174,7 @@ class BlockWork(Work):
     def read(self, ref: MergedRef) -> TokenChunk:
         batches = list(map(self._read, ref.runs))
         merged = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        docs, rows = merged.column(0), numbers(merged.column(1))
+        docs, rows = merged.column(0), as_numpy(merged.column(1))
         parts = list(zip(ref.runs, map(len, batches), strict=True))
         empty = int(np.count_nonzero(lengths(docs) == 0))
         if self._skip:
@@ -189,7 +190,7 @@ class BlockWork(Work):
         return batch
 
     def _skipped(self, ref: ChunkRef, batch: pa.RecordBatch) -> Any:
-        file, rows = ref.file, numbers(batch.column(1))
+        file, rows = ref.file, as_numpy(batch.column(1))
         if file.members:
             return [(file.members[row].name, None) in self._skip for row in rows.tolist()]
         group = ref.index if file.format == "parquet" else None
